@@ -32,6 +32,7 @@ dense="--page-size 1"`` gives the dense one some of its own, and any other name 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import shlex
@@ -46,16 +47,17 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from eval.live.client import FAILURES, LiveServer
+from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import Record
 from eval.live.runner import arguments_of
 from eval.serving import first_token, prefix_hits
-from eval.serving.arguments import parse
 from eval.serving.grid import (
     DENSE,
+    ROBSA,
     grid,
+    methods,
     prefix_tokens,
     server_flags,
     short_contexts,
@@ -65,10 +67,11 @@ from eval.serving.grid import (
 )
 from eval.serving.inputs import Inputs
 from eval.serving.measurement import Side, drive, look
-from eval.texts.lengths import short_length
+from eval.texts.lengths import length, short_length
 from launch.server import ServerProcess
 
 INTERVALS = 8
+PREFIX = 128 * 1024
 SPARSE = "sparse"
 METHOD_FLAGS = ("--sparse-method", "--sparse-prefill-method")
 # Of the summary, what is printed.
@@ -80,13 +83,7 @@ OF_PREFILL = re.compile(r"ttft|throughput|^(dense_)?(tpot|itl)_")
 
 
 class Bench:
-    """The run: what was measured so far, and where it is written.
-
-    Args:
-        inputs: what the servers attend with, and the command line.
-        record: the result file.
-        scratch: folder for the client's files.
-    """
+    """The run: what was measured so far, and where it is written."""
 
     def __init__(self, inputs: Inputs, record: Record, scratch: Path) -> None:
         self.inputs, self.args, self.record, self.scratch = inputs, inputs.args, record, scratch
@@ -99,11 +96,7 @@ class Bench:
         self.interval = 0
 
     def start(self, stack: contextlib.ExitStack, folder: Path, name: str, flags: Sequence[str]) -> Side:
-        """Start a server that ends with `stack`.
-
-        Raises:
-            EvaluationError: it does not start, is not what it should be, or its answers would be too short.
-        """
+        """Start a server that ends with `stack`, and refuse it where its answers would be too short."""
         args = self.args
         log = args.out.with_suffix(f".{short_length(self.chunk)}.{name}.log" if self.chunk else f".{name}.log")
         process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=self.inputs.environment())
@@ -186,9 +179,6 @@ def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
 
     Returns:
         The summary, and whether a cell failed.
-
-    Raises:
-        EvaluationError: see the functions that this one calls.
     """
     args = inputs.args
     inputs.require()
@@ -214,6 +204,82 @@ def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
         for row in bench.summary:
             record.add("summary", **row)
         return bench.summary, bench.failed
+
+
+def parse(
+    arguments: list[str] | None, description: str | None = None, inputs: type[Inputs] = Inputs
+) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        prog=inputs.command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    inputs.add_arguments(parser)
+    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write; the logs go beside it")
+    parser.add_argument("--contexts", type=list_of(length), default="4k,32k,128k,256k", help="tokens of a prompt")
+    parser.add_argument("--batch", type=list_of(int), default="1,4", help="requests at once")
+    parser.add_argument("--output-length", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--runs", type=int, default=1, help="times that each cell is measured")
+    parser.add_argument("--warmup", type=int, default=1, help="the client's warm-up requests before each batch")
+    parser.add_argument(
+        "--prefix",
+        type=_length_or_none,
+        help="cached tokens of prefix_hit (default: 128k; with a prefill method or robsa 0: none)",
+    )
+    parser.add_argument("--tail", type=int, default=64, help="further tokens of such a prompt")
+    parser.add_argument("--hits", type=int, default=10, help="such prompts")
+    parser.add_argument(
+        "--cold-runs", type=int, default=first_token.LEAST_RUNS, help="times that a cold prefill is measured"
+    )
+    parser.add_argument(
+        "--chunked-prefill-size", type=list_of(length), default=[], help="tokens prefilled at once, one after the other"
+    )
+    _add_servers(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--label", help="kept in the file's header")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    args = parser.parse_args(arguments)
+    if args.prefix is None:
+        args.prefix = 0 if args.sparse_prefill_method or args.sparse_method == ROBSA else PREFIX
+    _check(parser, args)
+    inputs.check(parser, args)
+    return args
+
+
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    """Which servers there are, and how they are started."""
+    parser.add_argument("--sparse-method", default="resa", help="of the sparse server; none for a prefill method alone")
+    parser.add_argument("--sparse-config", default="{}", help="of the sparse server: inline JSON or a file")
+    parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")
+    parser.add_argument("--sparse-prefill-config", default="{}", help="of the sparse server: inline JSON or a file")
+    parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
+    parser.add_argument("--server", type=named, action="append", default=[], metavar="NAME=ARGS", help="see above")
+    parser.add_argument("--both", action="store_true", help="all servers at once; they share the GPU's memory")
+    parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command where arguments do not fit together."""
+    for name in ("output_length", "runs", "tail", "hits", *(["batch"] if args.batch else [])):
+        if min([getattr(args, name)] if name != "batch" else args.batch) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not args.contexts or not args.batch:
+        parser.error("--contexts and --batch must name something")
+    if not methods(args):
+        parser.error("--sparse-method none needs a --sparse-prefill-method")
+    if args.cold_runs < first_token.LEAST_RUNS:
+        parser.error(f"--cold-runs must be at least {first_token.LEAST_RUNS}, got {args.cold_runs}")
+
+
+def _length_or_none(text: str) -> int:
+    return 0 if text == "0" else length(text)
+
+
+def named(text: str) -> tuple[str, str]:
+    """``NAME=ARGS`` of a server."""
+    name, found, flags = text.partition("=")
+    if not found or not name.replace("-", "").isalnum():
+        raise argparse.ArgumentTypeError(f"must be NAME=ARGS, got {text!r}")
+    return name, flags
 
 
 def main(arguments: list[str] | None = None, inputs: type[Inputs] = Inputs, description: str | None = __doc__) -> int:

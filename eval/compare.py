@@ -137,18 +137,9 @@ def run_part(
     reference: Sequence[object],
     controls: Sequence[tuple[str, str, str]] = (),
 ) -> None:
-    """Run one command of the set, and its questions on the controls.
+    """Run one command of the set on the server at `base`, and its questions on the `controls` of `require_controls`.
 
-    Args:
-        name: of ``PARTS``.
-        args: the command line.
-        config: of the sparse server's decode method.
-        base: URL of the sparse server.
-        reference: arguments that name the dense one.
-        controls: of `require_controls`.
-
-    Raises:
-        EvaluationError: the command failed; it has said why.
+    The arguments `reference` name the dense server.
     """
     part = PARTS[name]
     shared = [*part.arguments(args, config), "--concurrency", args.concurrency, "--seed", args.seed]
@@ -165,11 +156,7 @@ def run_part(
 
 
 def call(module: str, arguments: Sequence[object]) -> None:
-    """Run a command of this package.
-
-    Raises:
-        EvaluationError: it ended with another status than 0.
-    """
+    """Run a command of this package; refused if it ends with another status than 0."""
     print(f"python -m {module} {shlex.join(map(str, arguments))}", file=sys.stderr)
     try:
         status = importlib.import_module(module).main([str(argument) for argument in arguments])
@@ -198,16 +185,7 @@ def progress(folder: Path, names: Sequence[str]) -> str:
 
 
 def choose(wanted: Sequence[str] | None, decode: str | None, prefill: str | None) -> list[str]:
-    """The parts to run: those asked for, by default all that judge the server's methods.
-
-    Args:
-        wanted: of the command line.
-        decode: the server's decode method.
-        prefill: its prefill method.
-
-    Raises:
-        EvaluationError: a part is asked for that judges decode, which is dense there.
-    """
+    """The parts to run: those asked for, by default all that judge the methods; refuses to judge dense decode."""
     forced = [name for name, part in PARTS.items() if not part.suite]
     if decode:
         return list(wanted or PARTS)
@@ -225,9 +203,6 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
 
     Returns:
         The table, see `eval.scores.verdicts.read_folder`, and the parts that failed.
-
-    Raises:
-        EvaluationError: a server is not what it should be, or nothing was measured.
     """
     failed = []
     with servers(args) as (base, dense):

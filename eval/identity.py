@@ -89,11 +89,7 @@ def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
 
 
 def noise_of(path: Path) -> float:
-    """The noise that a run with bfloat16 KV measured, in nats.
-
-    Raises:
-        EvaluationError: the file is of another command, has other KV, or is not complete.
-    """
+    """The noise in nats of a complete run of this command with bfloat16 KV; other files are refused."""
     header, *rows = read_finished(path)
     if header.get("command") != "eval.identity" or not rows[-1].get("noise"):
         raise EvaluationError(f"{path} has no noise: allowed is a file of eval.identity with --noise-url")
@@ -103,15 +99,7 @@ def noise_of(path: Path) -> float:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare the servers and write the file.
-
-    Returns:
-        The summary.
-
-    Raises:
-        EvaluationError: a server does not answer, or runs no sparse method, or the other one did not run dense; or see
-            `noise_of`.
-    """
+    """Compare the servers, write the file, and return the summary."""
     noise = noise_of(args.noise_from) if args.noise_from else 0.0
     with contextlib.ExitStack() as stack:
         urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
@@ -169,11 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def require_dense_kernels(counts: dict[str, int]) -> None:
-    """Refuse counts of dense answers that sparse kernels had a part in, though these left nothing out.
-
-    Raises:
-        EvaluationError: as said, or see `eval.live.counters.require_dense`.
-    """
+    """Refuse counts of dense answers that sparse kernels had a part in, though these left nothing out."""
     if rows := counts["sparse_layer_rows"]:
         raise EvaluationError(
             f"the dense answers were not dense: { {'sparse_layer_rows': rows} }; allowed: a server without methods, or "

@@ -34,6 +34,7 @@ from eval.tasks.infinitebench_scores import LETTERS, SCORES, leading_share_after
 from eval.tasks.infinitebench_tasks import TASKS
 from eval.tasks.local_data import TEXT, Kind, Rows, entry, fill, placed
 from eval.tasks.local_suite import LocalSuite, LocalTask, ask
+from eval.texts.haystacks import chosen
 
 ROOMS = {
     "passkey": 6,
@@ -155,7 +156,7 @@ class InfiniteBenchSuite(LocalSuite):
     def _tasks(self) -> list[str]:
         """The tasks that were asked for: by default those of the benchmark where it is at hand, or the generated."""
         default = list(TASKS) if self.args.data is None else list(SCORES)
-        return local_data.chosen(self.args.tasks or default, [*TASKS, *SCORES])
+        return chosen(self.args.tasks or default, [*TASKS, *SCORES])
 
 
 def flat(value: Any) -> list[str]:
@@ -166,11 +167,7 @@ def flat(value: Any) -> list[str]:
 
 
 def answers(task: str, row: Mapping[str, Any], where: str = "") -> list[str]:
-    """The right answers of a row; of an option its text and its letter.
-
-    Raises:
-        EvaluationError: the right one is not among the options.
-    """
+    """The right answers of a row; of an option, which must be one of the row's, its text and its letter."""
     right = flat(row["answer"])
     if task not in WITH_OPTIONS or (len(right) == 2 and right[1] in LETTERS):
         return right
@@ -204,10 +201,7 @@ def _found(pattern: str, task: str, question: str) -> re.Match[str]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `InfiniteBenchSuite`; see `eval.live.runner.main`."""
-    return runner.main(InfiniteBenchSuite, arguments)
-
+main = partial(runner.main, InfiniteBenchSuite)
 
 if __name__ == "__main__":
     sys.exit(main())

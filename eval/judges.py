@@ -50,7 +50,7 @@ from eval.live.arms import MAX_FAILED, require_proof
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, read_rows
-from eval.live.runner import arguments_of
+from eval.live.runner import HelpFormatter, arguments_of
 from eval.scores.summary import summarise
 from eval.tasks.judge_commands import (
     LEAST_CWE,
@@ -74,14 +74,7 @@ Rows = list[dict[str, Any]]
 
 
 class Run:
-    """What the commands that ask a server share: the file, and proof that a sparse server decoded sparse.
-
-    Args:
-        args: the command line.
-        target: the server.
-        commands: the lines that will be run.
-        **header: further facts for the first line of the file.
-    """
+    """What the commands that ask a server share: the file, and proof that a sparse server decoded sparse."""
 
     def __init__(self, args: argparse.Namespace, target: Target, commands: Iterable[Sequence[str]], **header: Any):
         self.args, self.target = args, target
@@ -97,11 +90,7 @@ class Run:
         self.counts = [row for row in self.record.earlier if row["kind"] == "counters"]
 
     def judge(self, command: Sequence[str], scratch: Path, task: str, length: int | None) -> None:
-        """Run a judge, and keep what the server counted meanwhile.
-
-        Raises:
-            EvaluationError: the judge failed, or a sparse server did not decode sparse.
-        """
+        """Run a judge, keep what the server counted, and refuse a sparse one that did not decode sparse."""
         arm = self.target.arm
         before = arm.server.counters() if arm.counted else None
         run_judge(command, scratch, self.args.out.with_suffix(".log"))
@@ -210,7 +199,7 @@ def agree(args: argparse.Namespace) -> Rows:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser("eval.judges", description=__doc__, formatter_class=_Formatter)
+    found = argparse.ArgumentParser("eval.judges", description=__doc__, formatter_class=HelpFormatter)
     judges = found.add_subparsers(dest="judge", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--base-url", required=True, help="the server under judgement")
@@ -227,7 +216,11 @@ def parser() -> argparse.ArgumentParser:
     each = {}
     for function in (ruler, gsm8k, serving):
         each[function] = judges.add_parser(
-            function.__name__, parents=[common], help=function.__doc__, description=__doc__, formatter_class=_Formatter
+            function.__name__,
+            parents=[common],
+            help=function.__doc__,
+            description=__doc__,
+            formatter_class=HelpFormatter,
         )
     for function in (ruler, gsm8k):
         each[function].add_argument("--limit", type=positive, help="questions of each task and length (default: all)")
@@ -241,14 +234,10 @@ def parser() -> argparse.ArgumentParser:
     each[serving].add_argument("--lengths", type=list_of(length), default="4096", help="tokens of a prompt")
     each[serving].add_argument("--output-length", type=positive, default=128, help="tokens of an answer")
     each[serving].add_argument("--prompts", type=positive, default=32, help="requests of each length")
-    both = judges.add_parser("agree", help=agree.__doc__, description=__doc__, formatter_class=_Formatter)
+    both = judges.add_parser("agree", help=agree.__doc__, description=__doc__, formatter_class=HelpFormatter)
     both.add_argument("--ours", type=Path, required=True, help="file of eval.ruler")
     both.add_argument("--theirs", type=Path, required=True, help="file of eval.judges ruler")
     return found
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
 
 
 def positive(value: str) -> int:

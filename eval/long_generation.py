@@ -56,11 +56,7 @@ Distributions = dict[int, TopTokens]
 
 
 def require_forcing(server: LiveServer, url: str) -> dict[str, Any]:
-    """The sparse config of a server that can be forced along an output.
-
-    Raises:
-        EvaluationError: it cannot; says why.
-    """
+    """The sparse config of a server; refuses one that cannot be forced along an output."""
     try:
         return decode_config(server)
     except (EvaluationError, httpx.HTTPStatusError) as error:
@@ -72,11 +68,7 @@ def require_forcing(server: LiveServer, url: str) -> dict[str, Any]:
 
 
 def distributions(answer: dict[str, Any], output: Output) -> Distributions:
-    """The best tokens at the scored positions of a forced output.
-
-    Raises:
-        EvaluationError: the output is another one, or the server left log-probabilities out.
-    """
+    """The best tokens at the scored positions of a forced output; refuses another output, and missing ones."""
     forced_logprobs(answer, output.tokens)
     found = answer["meta_info"].get("output_top_logprobs") or []
     if len(found) != len(output.tokens):
@@ -99,13 +91,7 @@ def divergences(output: Output, dense: Distributions, other: Distributions) -> l
 
 
 class Run:
-    """The rows of one run.
-
-    Args:
-        sparse: the sparse server.
-        dense: the dense one, perhaps the same.
-        record: the file.
-    """
+    """The rows of one run."""
 
     def __init__(self, sparse: LiveServer, dense: LiveServer, record: Record) -> None:
         self.sparse, self.dense, self.record = sparse, dense, record
@@ -181,14 +167,7 @@ def _forced(setting: Setting) -> Callable[[httpx.AsyncClient, Output], Awaitable
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all texts and settings, and write the file.
-
-    Returns:
-        The summary, see `eval.scores.long_summary.summarise`.
-
-    Raises:
-        EvaluationError: see the functions that this one calls.
-    """
+    """Measure all texts and settings, write the file, and return the summary of `eval.scores.long_summary`."""
     checkpoints = {kind: checkpoints_of(kind, args.checkpoints, args.tokens) for kind in args.kind}
     with ExitStack() as stack:
         urls = dict.fromkeys([args.base_url, args.compare_url or args.base_url])
@@ -217,11 +196,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, checked as far as a server is not needed for it.
-
-    Raises:
-        EvaluationError: names the argument, what it was and what is allowed.
-    """
+    """The command line, checked as far as a server is not needed for it."""
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,6 +30,7 @@ from eval.tasks import local_data, official_metrics
 from eval.tasks.local_data import INTEGER, TEXT, TEXTS, Rows, entry, fill, placed
 from eval.tasks.local_suite import LocalSuite, LocalTask
 from eval.tasks.official_metrics import qa_f1, qa_f1_zh, retrieval, rouge_l, rouge_l_zh
+from eval.texts.haystacks import chosen
 
 Metric = Callable[[str, str, Sequence[str]], float]
 
@@ -103,7 +104,7 @@ class LongBenchSuite(LocalSuite):
         args = self.args
         prompts, rooms = (_table(args.prompts, f"dataset2{name}.json") for name in ("prompt", "maxlen"))
         found = {}
-        for task in local_data.chosen(args.tasks, V1_TASKS):
+        for task in chosen(args.tasks, V1_TASKS):
             template = entry(prompts, base(task), str, "dataset2prompt.json")
             room = entry(rooms, base(task), int, "dataset2maxlen.json")
             path = placed(args.data, "--data", f"{task}.jsonl", f"data/{task}.jsonl")
@@ -122,7 +123,7 @@ class LongBenchSuite(LocalSuite):
 
     def _read_v2(self) -> dict[str, LocalTask]:
         args = self.args
-        local_data.chosen(args.tasks, [V2_TASK])
+        chosen(args.tasks, [V2_TASK])
         template = placed(args.prompts, "--prompts", "prompts/0shot.txt", "0shot.txt").read_text(encoding="utf-8")
         rows = local_data.read_array(placed(args.data, "--data", "data.json"), V2_FIELDS, args.n)
         return {V2_TASK: LocalTask(rows, partial(fill_v2, template), lambda row: [row["answer"]], V2_ROOM)}
@@ -130,7 +131,7 @@ class LongBenchSuite(LocalSuite):
 
 def _table(folder: Path | None, name: str) -> dict[str, Any]:
     path = placed(folder, "--prompts", f"LongBench/config/{name}", f"config/{name}", name)
-    table = local_data.parsed(path.read_bytes(), str(path))
+    table = local_data.read_json(path)
     if not isinstance(table, dict):
         raise EvaluationError(f"{path}: wanted a JSON object, got {local_data.shown(table)}")
     return table
@@ -172,10 +173,7 @@ def choice(output: str) -> str | None:
     return found[1] if found else None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `LongBenchSuite`; see `eval.live.runner.main`."""
-    return runner.main(LongBenchSuite, arguments)
-
+main = partial(runner.main, LongBenchSuite)
 
 if __name__ == "__main__":
     sys.exit(main())

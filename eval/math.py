@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
-from eval.live.tokens import Tokens
 from eval.tasks.local_data import Rows
 from eval.tasks.local_suite import ask
 
@@ -35,9 +35,7 @@ class MathSuite(Suite):
 
     command = "eval.math"
 
-    def __init__(self, args: argparse.Namespace, tokens: Tokens) -> None:
-        super().__init__(args, tokens)
-        self._rows: dict[str, Rows] = {}
+    _rows: dict[str, Rows]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -131,10 +129,7 @@ def judge(answer: str, output: str) -> tuple[bool, bool]:
     return verify(wanted, found), bool(found)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `MathSuite`; see `eval.live.runner.main`."""
-    return runner.main(MathSuite, arguments)
-
+main = partial(runner.main, MathSuite)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,6 +27,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from eval.live import runner
@@ -219,12 +220,8 @@ def _answers(task: Task) -> int:
 
 def draw_needles(task: Task, rng: random.Random, depth: float, haystack: ExactHaystack | None) -> Needles:
     """Needles whose keys and values stand nowhere in the haystack, nor in each other."""
-    while True:
-        keys = unique_keys(rng, task.asked + task.others, random_key)
-        values = unique_keys(rng, task.asked * task.values + task.others, random_number)
-        apart = not any(a in b for a in keys for b in keys if a is not b)
-        if apart and not (haystack and any(text in haystack for text in (*keys, *values))):
-            break
+    parts = (task.asked + task.others, random_key), (task.asked * task.values + task.others, random_number)
+    keys, values = haystacks.draw_apart(rng, *parts, haystack or ())
     owners = [key for key in keys[: task.asked] for _ in range(task.values)] + keys[task.asked :]
     records = [FORMS["needle"].record(key, value=value) for key, value in zip(owners, values, strict=True)]
     depths = [depth, *(rng.random() for _ in records[1:])]
@@ -249,10 +246,7 @@ def needle_haystack(needles: Needles, rng: random.Random, length: int, tokens: T
     return ExactHaystack(records, lambda parts: haystacks.spaced(tokens, parts))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `NeedleSuite`; see `eval.live.runner.main`."""
-    return runner.main(NeedleSuite, arguments)
-
+main = partial(runner.main, NeedleSuite)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -32,38 +33,36 @@ import numpy as np
 import pandas as pd
 
 from eval.live.arms import phases_of, require_least, require_sparse_prefill
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer
 from eval.live.counters import EvaluationError, moved, require_dense_prefill, sparsity
 from eval.live.forced import prefilled_suffix
-from eval.live.record import Record, read_rows
-from eval.scores.prefill_ppl import BOUND, edges, summarise
-from eval.scores.stats import Floats
+from eval.live.record import Record, read_finished, read_rows
+from eval.scores.stats import Floats, interval, resamples
+from eval.scores.tables import Column, Row, number, table, text
 from eval.texts.windows import (
     SCORED,
     Window,
     add_arguments,
     make_windows,
     read_tokens,
+    refuse_wrong,
     windows_anywhere,
     with_records,
     with_repetition,
-    wrong_arguments,
 )
 
-TEXTS = ("book", "repeat", "records")
 # A block of AnchorAttention: what stands in the first one is never left out.
 FIRST_RECORD = 128
 # The longest group of AnchorAttention by default, and the block before it, are never left out either.
 APART = 2048 + 128
 DENSE: dict[str, Any] = {"sparse": False}
+# Of the perplexity that may be lost.
+BOUND = 0.005
+FIRST_EDGE = 1024
 
 
 def begins_at(facts: dict[str, Any], length: int) -> int:
-    """The first position at which a server may prefill sparse.
-
-    Raises:
-        EvaluationError: it has no prefill method, or prefills windows of this length dense.
-    """
+    """The first position at which a server may prefill sparse; refuses one that prefills such windows dense."""
     if phases_of(facts)[1] is None:
         raise EvaluationError("the server runs no prefill method; eval.ppl_rectify judges decode")
     config = facts["sparse"]["prefill"]["config"]
@@ -79,11 +78,7 @@ def begins_at(facts: dict[str, Any], length: int) -> int:
 def make_text(
     text: str, args: argparse.Namespace, books: Mapping[str, Sequence[int]], encode: Callable[[str], Sequence[int]]
 ) -> list[Window]:
-    """The windows of one of ``TEXTS``, of the tokens of `books`; `encode` makes more of them.
-
-    Raises:
-        EvaluationError: the books hold fewer, or a window has no room.
-    """
+    """The windows of one of ``eval.texts.windows.TEXTS``, of the tokens of `books`; `encode` makes more of them."""
     if text == "records":
         count = args.windows or len(make_windows(books, args.length, None, args.seed))
         plain = windows_anywhere(books, args.length, count, args.seed)
@@ -99,9 +94,6 @@ def ask(
 
     Of ``records`` they are those of the answers; else of all tokens but the first, so that nothing of a prompt is taken
     from the cache.
-
-    Raises:
-        EvaluationError: a request failed, or the counters do not show the arm.
     """
     params = DENSE if arm == "dense" else args.custom_params
     suffix = windows[0].scored if text == "records" else args.length - 1
@@ -127,7 +119,7 @@ def rows_of(text: str, windows: Sequence[Window], nlls: dict[str, Floats], begin
     """The rows that a text's figures are made of.
 
     Args:
-        text: of ``TEXTS``.
+        text: of ``eval.texts.windows.TEXTS``.
         windows: as they were asked.
         nlls: of `ask`, for each arm; a token's stands at the position of the query that predicts it.
         begins: of `begins_at`.
@@ -152,14 +144,7 @@ def rows_of(text: str, windows: Sequence[Window], nlls: dict[str, Floats], begin
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all texts, and write the file.
-
-    Returns:
-        The summary, see `eval.scores.prefill_ppl.summarise`.
-
-    Raises:
-        EvaluationError: see the functions that this one calls.
-    """
+    """Measure all texts, write the file, and return the summary, see `summarise`."""
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
         begins = begins_at(facts, args.length)
@@ -180,6 +165,99 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return summary
 
 
+def edges(length: int, begins: int) -> list[int]:
+    """Where the buckets of positions end and begin: at powers of two, and at the first position that may be sparse."""
+    powers = [FIRST_EDGE << i for i in range(length.bit_length()) if FIRST_EDGE << i < length]
+    return sorted({0, begins, *powers, length})
+
+
+def summarise(rows: Sequence[dict[str, Any]], seed: int = 0, bound: float = BOUND) -> list[dict[str, Any]]:
+    """Judge every text.
+
+    Args:
+        rows: of the JSONL file: ``item`` rows with task (the text), window, arm ("dense" or "sparse") and the score
+            nll (nats per token) over the judged positions; ``buckets`` rows with from, to, and lists of a figure for
+            each window: dense, sparse (nll) and change; ``counters`` rows of the sparse arm.
+        seed: of the bootstrap.
+        bound: largest share by which the perplexity of the judged positions may grow.
+
+    Returns:
+        One dict for each text, then one for each of its buckets: perplexities ``dense`` and ``sparse``; ``relative``,
+        by what share the second differs from the first, with its paired 95 % interval; ``change``, the mean absolute
+        difference of a token's log-probability. That of a text has ``sparsity`` and ``passed`` as well: whether the
+        upper end of the interval is within the bound.
+
+    Raises:
+        EvaluationError: a text has not the same windows in both arms.
+    """
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows if row["kind"] == "item"):
+        mine = [row for row in rows if row.get("task") == task]
+        dense, sparse = judged(mine)
+        if dense.keys() != sparse.keys():
+            raise EvaluationError(f"{task}: {len(sparse)} windows are sparse and {len(dense)} dense, or other ones")
+        weights = resamples(len(dense), seed)
+        (counts,) = (row for row in mine if row["kind"] == "counters" and row["arm"] == "sparse")
+        line = judge(np.array([dense[i] for i in dense]), np.array([sparse[i] for i in dense]), weights)
+        within = line["relative_interval"][1] <= bound
+        found.append({"task": task, "positions": "judged", **line, "sparsity": counts["sparsity"], "passed": within})
+        for row in mine:
+            if row["kind"] == "buckets":
+                line = judge(np.array(row["dense"]), np.array(row["sparse"]), weights)
+                place = {"task": task, "positions": f"{row['from']}-{row['to']}"}
+                found.append({**place, **line, "change": float(np.mean(row["change"]))})
+    return found
+
+
+def perplexities(paths: Sequence[Path]) -> str:
+    """A line for each file and text, and one for each of its ranges of positions, with perplexities in both arms."""
+    if not paths:
+        return "Not measured yet."
+    rows = []
+    for path in paths:
+        header, *mine = read_finished(path)
+        rows += [{**row, "file": path.name.split(".")[0]} for row in summarise(mine, header["arguments"]["seed"])]
+    columns: list[Column] = [
+        ("file", text("file")),
+        ("text", text("task")),
+        ("positions", text("positions")),
+        ("windows", text("windows")),
+        ("dense", number("dense", 2)),
+        ("sparse", number("sparse", 2)),
+        ("difference, %", number("relative", 2, 100, sign=True)),
+        ("95 %", percent_interval),
+        ("left out", lambda row: f"{row['sparsity']:.1%}" if "sparsity" in row else ""),
+        ("within the bound", lambda row: {True: "yes", False: "no"}[row["passed"]] if "passed" in row else ""),
+    ]
+    return table(rows, columns)
+
+
+def percent_interval(row: Row) -> str:
+    """The 95 % interval of a relative change, in percent."""
+    return " … ".join(f"{100 * end:+.2f}" for end in row["relative_interval"])
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> tuple[dict[int, float], ...]:
+    """Of the judged positions of a text, nats a token by window: dense and sparse."""
+    items = [row for row in rows if row["kind"] == "item"]
+    return tuple(
+        {row["window"]: row["scores"]["nll"] for row in items if row["arm"] == arm} for arm in ("dense", "sparse")
+    )
+
+
+def judge(dense: Floats, sparse: Floats, weights: Floats) -> dict[str, Any]:
+    """Perplexities of two arms, and their relative change with its 95 % interval, from nats by window."""
+    lost = sparse - dense
+    low, high = interval(weights @ lost)
+    return {
+        "windows": len(lost),
+        "dense": math.exp(dense.mean()),
+        "sparse": math.exp(sparse.mean()),
+        "relative": math.expm1(lost.mean()),
+        "relative_interval": (math.expm1(low), math.expm1(high)),
+    }
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(
@@ -187,22 +265,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base-url", required=True, help="the server, with a sparse prefill method")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
-    add_arguments(parser, length=16384, concurrency=4)
-    parser.add_argument("--kind", type=list_of(str), default="book", help=f"of {', '.join(TEXTS)}")
+    add_arguments(parser, length=16384, concurrency=4, kind="book")
     parser.add_argument("--apart", type=int, default=APART, help="of records: tokens between the last one and the end")
     parser.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each sparse request")
     parser.add_argument("--least-sparsity", type=float, metavar="SHARE", help="of the pairs that must be left out")
     parser.add_argument("--bound", type=float, default=BOUND, help="largest share by which perplexity may grow")
     args = parser.parse_args(arguments)
-    for wrong, message in (
+    refuse_wrong(
+        parser,
+        args,
         (args.length < 2 * SCORED, f"--length must be at least {2 * SCORED}"),
-        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
         (args.apart < 0, "--apart must be at least 0"),
         (args.bound <= 0, "--bound must be above 0"),
-        *wrong_arguments(args),
-    ):
-        if wrong:
-            parser.error(message)
+    )
     return args
 
 

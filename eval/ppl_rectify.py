@@ -45,13 +45,13 @@ from eval.texts.windows import (
     SCORED,
     Window,
     add_arguments,
-    read_windows,
+    make_windows,
+    read_tokens,
+    refuse_wrong,
     with_records,
     with_repetition,
-    wrong_arguments,
 )
 
-TEXTS = ("book", "repeat", "records")
 MAX_DIFFERENCE = 0.01
 MAX_ABSOLUTE_DIFFERENCE = 0.03
 CHECKED_WINDOWS = 16
@@ -71,13 +71,9 @@ def make_cells(text: str, ratios: Sequence[float], intervals: Sequence[int], suf
 
 
 def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: Sequence[float]) -> str:
-    """Refuse a server that would run these windows dense, or give two ratios the same pages where they are scored.
+    """Refuse a server that would run such windows dense, or give two ratios the same pages where they are scored.
 
-    Args:
-        config: of the sparse method, as the server tells it.
-        prompt: tokens of the prompts.
-        length: tokens of the windows.
-        ratios: wanted.
+    `prompt` and `length` are the tokens of prompts and whole windows.
 
     Returns:
         What a ratio is called in the requests of this method.
@@ -119,11 +115,7 @@ def make_text(text: str, plain: list[Window], prompt: int, seed: int, server: Li
 
 
 def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequence[Window], suffix: int) -> None:
-    """Compare forced dense decode with prefill, and write a ``check`` row.
-
-    Raises:
-        EvaluationError: they differ.
-    """
+    """Compare forced dense decode with prefill, write a ``check`` row, and refuse a difference."""
     before = server.counters()
     checked = windows[:CHECKED_WINDOWS]
     prefilled = server.each(
@@ -150,14 +142,7 @@ def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequen
 def measure(
     server: LiveServer, record: Record, cell: Cell, windows: Sequence[Window], suffix: int, field: str
 ) -> list[dict[str, Any]]:
-    """Measure one setting and write its rows.
-
-    Returns:
-        The rows.
-
-    Raises:
-        EvaluationError: a request failed, or the counters do not show the setting.
-    """
+    """Measure one setting, and write and return its rows; refuses counters that do not show the setting."""
     label = " ".join(str(part) for part in cell if part is not None)
     before = server.counters()
     nlls = server.each(lambda client, window: mean_nll(client, window, suffix, cell, field), windows, label)
@@ -178,19 +163,13 @@ def measure(
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all texts and settings, and write the file.
-
-    Returns:
-        The summary, see `eval.scores.ppl_summary.summarise`.
-
-    Raises:
-        EvaluationError: see the functions that this one calls.
-    """
+    """Measure all texts and settings, write the file, and return the summary of `eval.scores.ppl_summary`."""
     prompt = args.length - args.suffix
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
         field = require_settings(decode_config(server), prompt, args.length, args.ratios)
-        plain = read_windows(args, server.tokenize)
+        books = read_tokens(args.book, server.tokenize)
+        plain = make_windows(books, args.length, args.windows, args.seed, args.stride)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
         names = ("length", "suffix", "stride", "intervals", "ratios", "kind", "seed")
         settings = {
@@ -228,28 +207,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--plot", type=Path, help="picture to draw, .png or .svg")
     parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a server")
-    add_arguments(parser, length=4096, concurrency=32)
+    add_arguments(parser, length=4096, concurrency=32, kind="book,repeat,records")
     parser.add_argument("--suffix", type=int, default=256, help="tokens of it forced through decode")
     parser.add_argument("--stride", type=int, help="tokens from one window's begin to the next's (default: --length)")
     parser.add_argument("--intervals", type=list_of(int), default="8,16,32,64,128,0", help="0 (never) is always run")
     parser.add_argument(
         "--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages, or of the mass: theta1"
     )
-    parser.add_argument("--kind", type=list_of(str), default="book,repeat,records", help=f"of {', '.join(TEXTS)}")
     args = parser.parse_args(arguments)
-    if args.file is None and (args.base_url is None or args.out is None):
-        parser.error("--base-url and --out are needed, or --from")
-    for wrong, message in (
+    refuse_wrong(
+        parser,
+        args,
+        (
+            args.file is None and (args.base_url is None or args.out is None),
+            "--base-url and --out are needed, or --from",
+        ),
         (args.file is not None and args.plot is None, "--from needs --plot"),
         (not SCORED <= args.suffix < args.length, f"--suffix must be at least {SCORED} and below --length"),
         (args.stride is not None and args.stride < args.suffix, "--stride must be at least --suffix"),
         (min(args.intervals, default=0) < 0, "--intervals must be 0 or more"),
         (not args.ratios or not all(0 < r < 1 for r in args.ratios), "--ratios must be between 0 and 1"),
-        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
-        *wrong_arguments(args),
-    ):
-        if wrong:
-            parser.error(message)
+    )
     return args
 
 

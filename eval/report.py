@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from eval import ppl_prefill
 from eval.live.counters import EvaluationError
 from eval.live.record import command_name, read_rows, result_files
-from eval.scores import heatmap, long_summary, ppl_summary, prefill_ppl
+from eval.scores import heatmap, long_summary, ppl_summary
 from eval.scores.tables import comparison_table, drift, questions, rectification
 from eval.scores.verdicts import read_folder
 from eval.serving import report as serving
@@ -31,7 +32,7 @@ def _needles(path: Path, stem: Path) -> None:
 # By the name of the command that wrote the file; others have the table of a suite of questions, and no picture.
 TABLES: Tables = {
     "ppl_rectify": rectification,
-    "ppl_prefill": lambda path: prefill_ppl.perplexities([path]),
+    "ppl_prefill": lambda path: ppl_prefill.perplexities([path]),
     "long_generation": drift,
     "bench_serving": serving.serving,
 }
@@ -45,11 +46,7 @@ PICTURES: Pictures = {
 
 
 def written_by(path: Path) -> str:
-    """Name of the command that wrote a file: ``sglang_sparse.tune`` writes ``.json``.
-
-    Raises:
-        EvaluationError: it is no file of results.
-    """
+    """Name of the command that wrote a file of results: ``sglang_sparse.tune`` writes ``.json``."""
     if path.suffix == ".json":
         return "tune"
     rows = read_rows(path)
@@ -59,38 +56,21 @@ def written_by(path: Path) -> str:
 
 
 def any_table(path: Path, tables: Tables = TABLES) -> str:
-    """The table of a file or a folder of results.
-
-    Raises:
-        EvaluationError: it is none.
-    """
+    """The table of a file or a folder of results."""
     if path.is_dir():
         return comparison_table(read_folder(path))
     return tables.get(written_by(path), questions)(path)
 
 
 def draw(path: Path, stem: Path, pictures: Pictures = PICTURES) -> None:
-    """Draw a result file as SVG, if there is a picture of its kind.
-
-    Args:
-        path: the file.
-        stem: path without a suffix.
-        pictures: by the name of the command.
-
-    Raises:
-        EvaluationError: it is no file of results, or there is nothing in it to draw.
-    """
+    """Draw a result file as SVG, if there is a picture of its kind, to a path without a suffix."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     if drawn := pictures.get(written_by(path)):
         drawn(path, stem)
 
 
 def show(paths: Iterable[Path], out: Path | None, tables: Tables = TABLES, pictures: Pictures = PICTURES) -> None:
-    """Print the table of each file or folder, and draw the pictures into the folder `out`.
-
-    Raises:
-        EvaluationError: see `any_table` and `draw`.
-    """
+    """Print the table of each file or folder, and draw the pictures into the folder `out`."""
     for path in paths:
         print(f"**{path}**\n\n{any_table(path, tables)}\n")
         files = result_files(path) if path.is_dir() else {Path(path.name.removesuffix(".xz")).stem: path}

@@ -37,14 +37,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens, fit
-from eval.tasks.local_data import Kind, existing, parsed, require
+from eval.tasks.local_data import Kind, read_json, require
 from eval.tasks.ruler_needles import NEEDLE_TASKS, needle_question, track_question
 from eval.tasks.ruler_qa import READERS, document_question
 from eval.tasks.ruler_words import WORDINGS, coded_words_question, common_words_question
@@ -69,13 +69,9 @@ OPTIONS = {"qa_1": "squad", "qa_2": "hotpot"}
 
 @cache
 def read_essays(path: str, tokens: Tokens) -> ExactHaystack:
-    """Essays from a text file, or from the JSON file that RULER's own script makes (``{"text": ...}``).
-
-    Raises:
-        EvaluationError: it is neither, or has no words.
-    """
+    """Essays from a text file, or from the JSON file that RULER's own script makes (``{"text": ...}``)."""
     if path.endswith(".json"):
-        whole = parsed(existing(Path(path)).read_bytes(), path)
+        whole = read_json(Path(path))
         require(whole, {"text": WORDS}, path)
         text = whole["text"]
     else:
@@ -126,11 +122,7 @@ class RulerSuite(Suite):
         return cases
 
     def build(self, case: Case) -> Prompt:
-        """See `Suite.build`.
-
-        Raises:
-            EvaluationError: the length has no room for the task; names the least that has.
-        """
+        """See `Suite.build`; a length without room for the task is refused with the least that has."""
         assert case.length is not None
         room, question = ANSWER_TOKENS[case.task], self._question(case, case.length)
         self._require_room(case, question)
@@ -189,10 +181,7 @@ class RulerSuite(Suite):
         return document_question(found.questions[case.index], found, rng, length, tokens)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `RulerSuite`; see `eval.live.runner.main`."""
-    return runner.main(RulerSuite, arguments)
-
+main = partial(runner.main, RulerSuite)
 
 if __name__ == "__main__":
     sys.exit(main())

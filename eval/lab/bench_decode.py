@@ -37,10 +37,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from eval.lab.servers.decode_peers import COMMAND, Peer, backend_of, decode_backend, read_peers, summarise
+from eval.lab.servers.server_facts import allocated, machine_of
 from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, Stream, generate, request_of, stream
-from eval.live.counters import EvaluationError, allocated, density, moved, require_dense, require_sparse
-from eval.live.machine import machine_of
+from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.record import Record, command_name, git_revision, read_finished
 from eval.live.tokens import random_prompts
 from eval.serving.tpot import decode_figures

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from eval.lab.kernels import harness
 from eval.lab.kernels.harness import UNAVAILABLE, Row, report_unavailable
+from eval.lab.kernels.length_shares import share_at, shares
 from eval.lab.kernels.prefill import COMMAND
 from eval.lab.kernels.prefill_inputs import Prompt, Shape
 from eval.lab.kernels.prefill_table import DENSE, OWN, TABLE, Implementation, Plan, plans
@@ -38,7 +39,7 @@ from eval.lab.structured.generator import SPARSITY_TOLERANCE, read_recipe
 from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
-from eval.texts.lengths import length, share_at, shares
+from eval.texts.lengths import length
 from sglang_sparse_kernels.common.timing import Replay, in_turn, timed
 
 BISECTIONS = 12

@@ -29,15 +29,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eval.bench_serving import named
 from eval.lab.servers import model_shapes
+from eval.lab.servers.server_facts import kept
 from eval.lab.servers.throughput import COMMAND, DENSE, best_batches
 from eval.lab.tables.files import measured
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, list_of
-from eval.live.counters import EvaluationError, kept, moved, read_shares
+from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.machine import this_machine
 from eval.live.record import Record, summarised
-from eval.serving.arguments import named
 from eval.serving.grid import batch_flags
 from eval.tasks.judge_commands import Target, reach, run_judge, serving_command
 from eval.tasks.judge_rows import serving_rows

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from eval import report
+from eval import ppl_prefill, report
 from eval.lab.agreement import agreement
 from eval.lab.kernels import dsa, mla, prefill
 from eval.lab.selection import recall_table, theta_summary
@@ -33,6 +33,7 @@ from eval.lab.tables import (
     cards,
     crossover,
     files,
+    first_tokens,
     goals,
     identities,
     kept,
@@ -45,7 +46,7 @@ from eval.lab.tables import (
 from eval.lab.toolchain import compiled, sanitizer
 from eval.live.counters import EvaluationError
 from eval.live.record import result_files
-from eval.scores import prefill_ppl, tables
+from eval.scores import tables
 from eval.scores.verdicts import read_folder
 from eval.serving import report as serving
 
@@ -161,11 +162,11 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "framework": lambda: files.kernels(_file("bench_framework")),
     "prefill-skip-softmax": lambda: prefill.prefill(_file(SKIP_PREFILL)),
     "prefill-skip-softmax-served": lambda: prefill.prefill(_file(SKIP_SERVED)),
-    "first-token-skip-softmax": lambda: serving.first_tokens([_file(SKIP_FIRST_TOKEN)]),
+    "first-token-skip-softmax": lambda: first_tokens.first_tokens([_file(SKIP_FIRST_TOKEN)]),
     "mla": lambda: mla.mla(_file("bench_mla")),
     "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
     "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
-    "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
+    "first-token": lambda: first_tokens.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),
     "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
@@ -187,8 +188,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
-    "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
-    "prefill-records": lambda: prefill_ppl.perplexities(_starting("ppl-records-")),
+    "prefill-perplexity": lambda: ppl_prefill.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
+    "prefill-records": lambda: ppl_prefill.perplexities(_starting("ppl-records-")),
     "prefill-gate": lambda: prefill_controls.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "prefill-control": lambda: prefill_controls.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
@@ -199,9 +200,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
     **{name: made for model, own in TINY.items() for name, made in _of_card(model, own).items()},
     "tiny-mla-layers": lambda: cards.layers(weights.calibration("tiny-mla")),
-    "rectification": lambda: tables.rectification(_file("ppl-rectify-records"), said=weights.said),
-    "rectification-mla": lambda: tables.rectification(*_starting("ppl-rectify-mla"), judged=32, said=weights.said),
-    "rectification-books": lambda: tables.rectification(_file("ppl-rectify-book"), said=weights.said),
+    "rectification": lambda: weights.rectification(_file("ppl-rectify-records")),
+    "rectification-mla": lambda: weights.rectification(*_starting("ppl-rectify-mla"), judged=32),
+    "rectification-books": lambda: weights.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
     **{name: partial(_file, name) for name in ("ppl-rectify-records", *THETA)},
@@ -257,7 +258,7 @@ def draw_pictures() -> None:
     """Draw the pictures that documents show."""
     for name, file in PICTURES.items():
         files.draw(file(), (IMAGES if name in SHOWN else DOCS) / name)
-    serving.plot(serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
+    serving.plot(first_tokens.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
     theta2.plot(_starting(theta2.PREFIX), DOCS / "theta2")
     quality.plot(quality.read_folder(RESULTS / "real")[QUALITY], IMAGES / f"quality-{QUALITY.lower()}")
 

@@ -31,9 +31,9 @@ import httpx
 from eval.lab.bench_decode import Arm, random_prompts, request_of, require_capacity, run_arm
 from eval.lab.servers import profile
 from eval.lab.servers.profile_trace import decode_steps, passes, read_trace
+from eval.lab.servers.server_facts import machine_of
 from eval.live.client import FAILURES, LiveServer, generate, stream
 from eval.live.counters import EvaluationError, density
-from eval.live.machine import machine_of
 from eval.live.record import Record
 from eval.serving.tpot import decode_figures
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.live.client import LiveServer
-from eval.live.completions import served_model
+from eval.live.client import LiveServer, served_model
 from eval.live.counters import (
     EvaluationError,
     dense_rows,
@@ -48,16 +47,6 @@ class Arm:
     decodes: bool = True
     prefills: bool = False
 
-    @property
-    def asks_dense(self) -> bool:
-        """Whether its requests ask a sparse server to run dense."""
-        return self.options.get("custom_params", {}).get("sparse") is False
-
-    @property
-    def asks_dense_prefill(self) -> bool:
-        """Whether its requests ask a server to prefill dense."""
-        return self.options.get("custom_params", {}).get("exact_prefix") is True
-
 
 def make_arm(name: str, server: LiveServer, facts: dict[str, Any], model: str | None, params: dict[str, Any]) -> Arm:
     """Describe a server, of which `facts` is what it says about itself."""
@@ -69,11 +58,7 @@ def make_arm(name: str, server: LiveServer, facts: dict[str, Any], model: str | 
 
 
 def decode_config(server: LiveServer) -> dict[str, Any]:
-    """The config of a server's decode method.
-
-    Raises:
-        EvaluationError: there is none, or one for each of several parts, or see `LiveServer.sparse_state`.
-    """
+    """The config of a server's decode method; refused without one, or with one for each of several parts."""
     state = server.sparse_state()
     if state.get("parts"):
         raise EvaluationError(
@@ -106,16 +91,7 @@ def methods_of(facts: dict[str, Any]) -> str | None:
 
 
 def require_method(expect: str, facts: dict[str, Any], compared: bool) -> None:
-    """Refuse a server that does not run what is expected of it.
-
-    Args:
-        expect: of the command line.
-        facts: what the server says about itself.
-        compared: whether it is compared with another server.
-
-    Raises:
-        EvaluationError: names both.
-    """
+    """Refuse a server that does not run what is expected of it."""
     method = methods_of(facts)
     if expect == "any" or (expect == "auto" and (method or not compared)):
         return
@@ -128,16 +104,7 @@ def require_method(expect: str, facts: dict[str, Any], compared: bool) -> None:
 
 
 def require_reference(expect: str, facts: Sequence[dict[str, Any]], params: dict[str, Any]) -> None:
-    """Refuse a server to compare with that is no reference.
-
-    Args:
-        expect: of the command line.
-        facts: what the two servers say about themselves.
-        params: custom parameters of the second one's requests.
-
-    Raises:
-        EvaluationError: it runs a sparse method and is not asked to run dense, or has another model.
-    """
+    """Refuse a server to compare with that is not asked to run dense, or has another model."""
     method = methods_of(facts[1])
     if method and params.get("sparse") is not False and expect != "any":
         raise EvaluationError(
@@ -153,25 +120,16 @@ def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, 
     """Refuse the scores of a server whose counters do not show that it ran as it was asked to: sparse, or dense.
 
     Each phase that has a method must have run by it; where only one has, the other is dense.
-
-    Args:
-        label: of the group, for the message.
-        arm: the server.
-        expect: of the command line.
-        counts: what it counted for the group, run by run.
-
-    Raises:
-        EvaluationError: as said; names what to change.
     """
-    total = sum_of(counts)
-    if arm.asks_dense:
+    total, params = sum_of(counts), arm.options.get("custom_params", {})
+    if params.get("sparse") is False:
         require_dense(f"{label} {arm.name}", total)
         return
     if expect in ("any", "dense"):
         return
     if arm.decodes:
         _require_sparse_decode(label, total)
-    if arm.prefills and arm.asks_dense_prefill:
+    if arm.prefills and params.get("exact_prefix") is True:
         require_dense_prefill(f"{label} {arm.name}", total)
     elif arm.prefills:
         require_sparse_prefill(label, total, ", or say --expect any")
@@ -192,11 +150,7 @@ def _require_sparse_decode(label: str, total: dict[str, int]) -> None:
 
 
 def require_sparse_prefill(label: str, total: dict[str, int], otherwise: str = "") -> None:
-    """Refuse counts of prompts of which prefill left nothing out.
-
-    Raises:
-        EvaluationError: as said; `otherwise` ends its advice.
-    """
+    """Refuse counts of prompts of which prefill left nothing out; `otherwise` ends the advice."""
     if not total.get("prefill_sparse_tokens") or not sparsity(total):
         raise EvaluationError(
             f"{label}: prefill left nothing out of it, so it says nothing about the method: start the server with a "
@@ -206,11 +160,7 @@ def require_sparse_prefill(label: str, total: dict[str, int], otherwise: str = "
 
 
 def require_answers(arm: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse the scores of a server that did not answer half a percent of the questions.
-
-    Raises:
-        EvaluationError: names some reasons.
-    """
+    """Refuse the scores of a server that did not answer half a percent of the questions."""
     failed = [row for row in rows if row.get("failed")]
     if len(failed) > MAX_FAILED * len(rows):
         reasons = sorted({row["failed"] for row in failed})
@@ -225,16 +175,7 @@ LEAST = {
 
 
 def require_least(summary: Sequence[dict[str, Any]], field: str, least: float) -> None:
-    """Refuse a base server that left out less than wanted: its scores say little of a sparse one.
-
-    Args:
-        summary: see `eval.scores.summary.summarise`.
-        field: of `LEAST`.
-        least: share of what there was.
-
-    Raises:
-        EvaluationError: names the tasks and lengths, and what was left out.
-    """
+    """Refuse a base server that left out less than the share `least`: its scores say little of a sparse one."""
     mine = [row for row in summary if row["arm"] == "base"]
     less = [row for row in mine if (row.get(field) or 0.0) < least]
     if less:
@@ -243,11 +184,7 @@ def require_least(summary: Sequence[dict[str, Any]], field: str, least: float) -
 
 
 def require_room(cases: Sequence[Case], arms: Sequence[Arm]) -> None:
-    """Refuse questions that a server has no room for.
-
-    Raises:
-        EvaluationError: names the length and the server's context.
-    """
+    """Refuse questions that a server has no room for."""
     longest = max((case.length or 0 for case in cases), default=0)
     for arm in arms:
         if arm.context is not None and longest > arm.context:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -43,6 +43,23 @@ class Stream:
     sent: float
     chunks: list[Chunk]
     cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer.
+
+    Attributes:
+        text: the output, special tokens left out.
+        finish: why it ended: "stop" or "length".
+        completion_tokens: as the server counts them.
+        seconds: from when the request was sent until the answer was there, on this client's clock.
+    """
+
+    text: str
+    finish: str
+    completion_tokens: int
+    seconds: float
 
 
 class LiveServer:
@@ -94,8 +111,7 @@ class LiveServer:
     def counters(self, patience: float = 30.0) -> dict[str, Any]:
         """`sparse_state` once it stands still: the server may run a step that no request waits for any more.
 
-        Raises:
-            EvaluationError: it still counts after `patience` seconds.
+        A server that still counts after `patience` seconds is refused.
         """
         deadline = time.monotonic() + patience
         state = self.sparse_state()
@@ -140,63 +156,46 @@ class LiveServer:
         items: Sequence[Item],
         label: str = "",
     ) -> list[Result]:
-        """Work on all items, at most ``concurrency`` at a time, started in order.
+        """Work on all items, at most ``concurrency`` at a time, started in order, with a progress bar for a `label`.
 
-        Args:
-            work: gets a client of the server and an item.
-            items: what to work on.
-            label: of the progress bar; none is shown without.
-
-        Returns:
-            The results in the order of the items.
-
-        Raises:
-            Whatever `work` raises first; nothing is left out.
+        The results are in the order of the items; whatever `work` raises first is raised, so that nothing is left out.
         """
-        return asyncio.run(self._each(work, items, label))
 
-    async def _each(
-        self,
-        work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
-        items: Sequence[Item],
-        label: str,
-    ) -> list[Result]:
-        gate = asyncio.Semaphore(self.concurrency)
-        limits = httpx.Limits(max_connections=self.concurrency)
-        with tqdm(total=len(items), desc=label, disable=not label) as bar:
-            async with httpx.AsyncClient(**self._options, limits=limits) as client:
+        async def work_on_all() -> list[Result]:
+            gate = asyncio.Semaphore(self.concurrency)
+            limits = httpx.Limits(max_connections=self.concurrency)
+            with tqdm(total=len(items), desc=label, disable=not label) as bar:
+                async with httpx.AsyncClient(**self._options, limits=limits) as client:
 
-                async def one(item: Item) -> Result:
-                    async with gate:
-                        result = await work(client, item)
-                    bar.update()
-                    return result
+                    async def one(item: Item) -> Result:
+                        async with gate:
+                            result = await work(client, item)
+                        bar.update()
+                        return result
 
-                return await asyncio.gather(*map(one, items))
+                    return await asyncio.gather(*map(one, items))
+
+        return asyncio.run(work_on_all())
 
 
 def _summed(states: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, int]:
     return {name: sum(state[name] for state in states) for name in names}
 
 
-async def generate(client: httpx.AsyncClient, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
+async def generate(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
     """POST ``/generate``, see `post`.
 
     Raises:
         EvaluationError: as `post`, or the request was aborted or retracted. A retracted request prefills its output
             again, which is a rectification that nobody asked for.
     """
-    return checked(await post(client, "/generate", request, pause))
+    return checked(await post(client, "/generate", request))
 
 
 async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
     """POST a request; tried again a few times where the connection broke or the server was not available.
 
-    Args:
-        client: of the server.
-        path: such as ``/generate``.
-        request: the body.
-        pause: seconds before the second attempt, doubled for each further one.
+    The second attempt follows after `pause` seconds, and each further one after twice as many.
 
     Raises:
         Unreachable: no attempt got an answer.
@@ -219,12 +218,42 @@ async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pa
     raise Unreachable(f"a request failed {ATTEMPTS} times, the last time by: {failure}")
 
 
-def checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer, if it is whole and was decoded in one go.
+async def complete(
+    client: httpx.AsyncClient, model: str, tokens: Sequence[int], max_new_tokens: int, options: Mapping[str, Any]
+) -> Completion:
+    """POST ``/v1/completions`` with a prompt of token ids, so that the server adds nothing to it.
 
     Raises:
-        EvaluationError: it is an error, or was aborted or retracted.
+        Unreachable: no attempt got an answer.
+        EvaluationError: the server refused, or read another prompt than was sent.
     """
+    request = {"model": model, "prompt": list(tokens), "max_tokens": max_new_tokens, **options}
+    sent = time.perf_counter()
+    answer = await post(client, "/v1/completions", request)
+    seconds = time.perf_counter() - sent
+    if "choices" not in answer:
+        raise EvaluationError(f"the server refused a request: {answer.get('message', answer)}")
+    choice, usage = answer["choices"][0], answer["usage"]
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise EvaluationError(f"a request was not finished: {choice['finish_reason']}")
+    if usage["prompt_tokens"] != len(tokens):
+        raise EvaluationError(
+            f"the server read a prompt of {usage['prompt_tokens']} tokens where {len(tokens)} were sent"
+        )
+    return Completion(choice["text"], choice["finish_reason"], usage["completion_tokens"], seconds)
+
+
+def served_model(client: httpx.Client, wanted: str | None) -> tuple[str, int | None]:
+    """Name and context length, in tokens, of the model to ask, which must be there; None where it is not said."""
+    models = {model["id"]: model.get("max_model_len") for model in client.get("/v1/models").json()["data"]}
+    name = wanted or next(iter(models))
+    if name not in models:
+        raise EvaluationError(f"--model {name}: {client.base_url} has {', '.join(models)}")
+    return name, models[name]
+
+
+def checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer, if it is whole and was decoded in one go; refuses errors, aborts and retractions."""
     if "error" in answer:
         raise EvaluationError(f"the server refused a request: {answer['error']}")
     meta = answer["meta_info"]
@@ -241,10 +270,7 @@ async def stream(
 ) -> Stream:
     """POST ``/generate`` as a stream and time its chunks; never tried again.
 
-    Args:
-        client: of the server.
-        request: the body.
-        begun: called whenever a piece has come, so first when the answer begins.
+    `begun` is called whenever a piece has come, so first when the answer begins.
 
     Raises:
         EvaluationError: the request failed or was aborted or retracted.

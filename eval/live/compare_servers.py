@@ -18,11 +18,7 @@ from launch.server import ServerProcess
 
 @contextlib.contextmanager
 def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
-    """URLs of the sparse and of the dense server (None: the sparse one itself), started if need be.
-
-    Raises:
-        EvaluationError: a server that was started does not run the methods that it was started with.
-    """
+    """URLs of the sparse and of the dense server (None: the sparse one itself), started if need be."""
     if args.base_url:
         yield args.base_url, args.compare_url
         return
@@ -45,16 +41,7 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
 
 
 def require_sparse(state: Mapping[str, Any], lengths: Sequence[int], text_length: int) -> None:
-    """Refuse a server that would run the shortest questions dense.
-
-    Args:
-        state: of `LiveServer.sparse_state`.
-        lengths: tokens of the questions.
-        text_length: tokens of the forced texts, which judge decode alone.
-
-    Raises:
-        EvaluationError: names the field to change.
-    """
+    """Refuse a server that would run the shortest questions, or the forced texts, dense; lengths are in tokens."""
     config, prefill = state["config"] or {}, state.get("prefill")
     least, shortest = config.get("min_seq_len", 0), min([*lengths, text_length])
     if config.get("dense_fallback") != "never" and least >= shortest:
@@ -76,16 +63,8 @@ def require_controls(
 
     A control takes the place of the decode method, and the prefill of its server is that of the judged one.
 
-    Args:
-        controls: name and URL of each.
-        facts: what the judged server says about itself.
-        strict: whether a task must gate.
-
     Returns:
         Name, URL, and the methods that the server there must prove.
-
-    Raises:
-        EvaluationError: as said.
     """
     decode, prefill = phases_of(dict(facts))
     if decode is None and (controls or strict):

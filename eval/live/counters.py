@@ -43,41 +43,6 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
     return {name: value - earlier[name] for name, value in counts_of(after).items()}
 
 
-def kept(before: Mapping[str, Any], after: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """What became of prompts of one length between two states of a server whose method keeps a part of them.
-
-    Args:
-        before: its state.
-        after: its state, later.
-        length: tokens of each prompt.
-
-    Returns:
-        ``kept``, by how much each of its counts of prompts went up, and where some let go of their prompts
-        ``held_tokens``, the KV tokens of its prompt that such a request held then, on average; empty where the method
-        is none of these.
-    """
-    if "kept" not in after:
-        return {}
-    counts = {name: count - before["kept"][name] for name, count in after["kept"].items()}
-    gone = counts.get("compacted")
-    return {"kept": counts} | ({"held_tokens": length - counts["freed_tokens"] / gone} if gone else {})
-
-
-def allocated(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int | float | None]:
-    """What the server's GPU allocator did between two of its states.
-
-    Returns:
-        ``allocations_per_step`` of decode, and ``peak_bytes``, the most that it has ever held; both None on the CPU and
-        on servers of older revisions.
-    """
-    earlier, later = before.get("allocator"), after.get("allocator")
-    if not earlier or not later:
-        return {"allocations_per_step": None, "peak_bytes": None}
-    steps = after["decode_steps"] - before["decode_steps"]
-    made = later["allocations"] - earlier["allocations"]
-    return {"allocations_per_step": made / steps if steps else None, "peak_bytes": later["peak_bytes"]}
-
-
 def sum_of(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The sum of counts that `moved` returned; without any, ``COUNTED`` of 0."""
     found: dict[str, int] = dict.fromkeys(COUNTED, 0)
@@ -121,11 +86,7 @@ def read_shares(counts: dict[str, int]) -> dict[str, float | None]:
 
 
 def require_dense_prefill(label: str, counts: dict[str, int]) -> None:
-    """Refuse counts of requests that asked for dense prefill and got another.
-
-    Raises:
-        EvaluationError: as said.
-    """
+    """Refuse counts of requests that asked for dense prefill and got another."""
     if counts.get("prefill_sparse_tokens") or sparsity(counts):
         raise EvaluationError(
             f"{label}: the server prefilled {counts['prefill_sparse_tokens']} tokens sparse although the requests said "
@@ -137,9 +98,6 @@ def require_dense(label: str, counts: dict[str, int]) -> None:
     """Refuse counts of a dense setting in which a row left pages out or was rectified, or prefill was sparse.
 
     With ``dense_fallback: never`` a dense row goes through the sparse kernels, but selects every page.
-
-    Raises:
-        EvaluationError: as said.
     """
     if leaves_out(counts):
         blocks = f" and skipped {count} of their blocks" if (count := counts.get("blocks_skipped")) else ""
@@ -154,11 +112,6 @@ def require_dense(label: str, counts: dict[str, int]) -> None:
 
 def require_sparse(label: str, counts: dict[str, int], rectifying: bool) -> None:
     """Refuse counts of a sparse setting that do not show it.
-
-    Args:
-        label: the setting, for the message.
-        counts: what `moved` returned for it.
-        rectifying: whether it has a rectification interval.
 
     Raises:
         EvaluationError: nothing ran sparse, rows ran dense, or rectification is not as `rectifying` says.

@@ -45,11 +45,7 @@ def bound_requests(window: Window, suffix: int, params: dict[str, Any]) -> list[
 
 
 def forced_logprobs(answer: dict[str, Any], forced: Sequence[int]) -> list[float]:
-    """Log-probabilities of the forced tokens ``[len(forced)]``.
-
-    Raises:
-        EvaluationError: the output is another one, or a value is no number.
-    """
+    """Log-probabilities of the forced tokens ``[len(forced)]``; refuses another output, and what is no number."""
     found = answer["meta_info"]["output_token_logprobs"]
     if [token for _, token, _ in found] != list(forced):
         raise EvaluationError("the output is not the forced one: the server does not know `forced_tokens`")

@@ -18,7 +18,7 @@ import importlib.metadata
 import json
 import lzma
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -150,19 +150,8 @@ def result_files(folder: Path) -> dict[str, Path]:
     return {path.name.split(".jsonl")[0]: path for path in paths}
 
 
-def sglang_of(found: Mapping[str, Any]) -> str:
-    """Return the SGLang version that a file's header, or a row with its fields, was measured with; empty if unknown."""
-    servers = [found.get("server"), *(found.get("servers") or {}).values()]
-    told = (found.get("versions") or {}).get("sglang")
-    return told or next((server["version"] for server in servers if server and server.get("version")), "")
-
-
 def read_finished(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file whose run came to its end: the summary is written last.
-
-    Raises:
-        EvaluationError: it did not, or see `read_rows`.
-    """
+    """The rows of a file whose run came to its end, refused otherwise: the summary is written last."""
     rows = read_rows(path)
     if not any(row["kind"] == "summary" for row in rows):
         raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
@@ -170,11 +159,7 @@ def read_finished(path: Path) -> list[dict[str, Any]]:
 
 
 def summarised(path: Path) -> bool:
-    """Whether a result file is there and complete.
-
-    Raises:
-        EvaluationError: it is no file of results.
-    """
+    """Whether a result file is there and complete."""
     return path.exists() and any(row.get("kind") == "summary" for row in read_rows(path))
 
 
@@ -233,16 +218,7 @@ class Record:
 
 
 def require_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuse to go on with a file that was made for something else.
-
-    Args:
-        path: of the file.
-        old: its header.
-        new: the header of this run.
-
-    Raises:
-        EvaluationError: names what differs.
-    """
+    """Refuse to go on with a file whose header shows other arguments or another server than this run has."""
     if old.get("kind") != "header":
         raise EvaluationError(f"{path} is no file of results: its first line is no header")
     differing = [("command", command_name(old.get("command")), command_name(new["command"]))]

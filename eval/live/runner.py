@@ -31,8 +31,7 @@ from eval.live.arms import (
     require_reference,
     require_room,
 )
-from eval.live.client import FAILURES, LiveServer
-from eval.live.completions import complete
+from eval.live.client import FAILURES, LiveServer, complete
 from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
 from eval.live.forced import prefilled_answer
 from eval.live.record import Record
@@ -53,7 +52,7 @@ NOT_ARGUMENTS = (
 def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     """The command line of a suite: what every command takes, and the suite's own arguments."""
     parser = argparse.ArgumentParser(
-        prog=suite.command, description=sys.modules[suite.__module__].__doc__, formatter_class=_Formatter
+        prog=suite.command, description=sys.modules[suite.__module__].__doc__, formatter_class=HelpFormatter
     )
     common = parser.add_argument_group("every command of its kind")
     common.add_argument("--base-url", required=True, help="the server under judgement")
@@ -98,19 +97,12 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     return parser
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep the description as it is written, and say the defaults."""
 
 
 class Run:
-    """One run of a suite.
-
-    Args:
-        suite: the questions.
-        record: the file.
-        arms: the servers, the one under judgement first.
-        expect: see `parser_of`.
-    """
+    """One run of a suite."""
 
     def __init__(self, suite: Suite, record: Record, arms: Sequence[Arm], expect: str) -> None:
         self.suite, self.record, self.arms, self.expect = suite, record, arms, expect
@@ -238,44 +230,38 @@ def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list
     urls = [args.base_url, *([args.compare_url] if args.compare_url else [])]
     with ExitStack() as stack:
         servers = [stack.enter_context(LiveServer(url, args.concurrency, args.timeout)) for url in urls]
-        return _ask(suite_class, args, servers)
-
-
-def _ask(
-    suite_class: type[Suite], args: argparse.Namespace, servers: Sequence[LiveServer]
-) -> tuple[Suite, list[dict[str, Any]], list[dict[str, Any]]]:
-    names = ("base", "compare")[: len(servers)]
-    facts = [server.facts() for server in servers]
-    require_method(args.expect, facts[0], bool(args.compare_url))
-    if args.compare_url:
-        require_reference(args.expect, facts, args.compare_custom_params)
-    suite = suite_class(args, _tokens(args.tokenizer, facts[0]))
-    cases = suite.cases()
-    params = (args.custom_params, args.compare_custom_params)
-    arms = [make_arm(n, s, f, args.model, p) for n, s, f, p in zip(names, servers, facts, params, strict=False)]
-    for name, fields in map(_also, args.also):
-        if name in (arm.name for arm in arms):
-            raise EvaluationError(f"--also: two are called {name!r}")
-        arms.append(make_arm(name, servers[0], facts[0], args.model, {**args.custom_params, **fields}))
-    require_room(cases, arms)
-    header = {"arguments": arguments_of(args), "label": args.label, "servers": dict(zip(names, facts, strict=True))}
-    with Record(args.out, suite.command, args.revision, resume=True, **header) as record:
-        work = Run(suite, record, arms, args.expect)
-        if not work.rows:
-            estimate(suite, arms, cases)
-        began = time.monotonic()
-        work.all_groups(groups_of(cases, args.seed if args.mixed else None))
-        print(f"{len(work.rows)} answers in {time.monotonic() - began:.0f} s", file=sys.stderr)
-        for arm in arms:
-            require_answers(arm.name, [row for row in work.rows if row["arm"] == arm.name])
-        # Written last: a file without a summary is of a run that was refused or interrupted.
-        summary = summarise(work.rows, work.counts)
-        for row in summary:
-            record.add("summary", **row)
-    for field in LEAST:
-        if (least := getattr(args, f"least_{field}")) is not None:
-            require_least(summary, field, least)
-    return suite, work.rows, summary
+        names = ("base", "compare")[: len(servers)]
+        facts = [server.facts() for server in servers]
+        require_method(args.expect, facts[0], bool(args.compare_url))
+        if args.compare_url:
+            require_reference(args.expect, facts, args.compare_custom_params)
+        suite = suite_class(args, _tokens(args.tokenizer, facts[0]))
+        cases = suite.cases()
+        params = (args.custom_params, args.compare_custom_params)
+        arms = [make_arm(n, s, f, args.model, p) for n, s, f, p in zip(names, servers, facts, params, strict=False)]
+        for name, fields in map(_also, args.also):
+            if name in (arm.name for arm in arms):
+                raise EvaluationError(f"--also: two are called {name!r}")
+            arms.append(make_arm(name, servers[0], facts[0], args.model, {**args.custom_params, **fields}))
+        require_room(cases, arms)
+        header = {"arguments": arguments_of(args), "label": args.label, "servers": dict(zip(names, facts, strict=True))}
+        with Record(args.out, suite.command, args.revision, resume=True, **header) as record:
+            work = Run(suite, record, arms, args.expect)
+            if not work.rows:
+                estimate(suite, arms, cases)
+            began = time.monotonic()
+            work.all_groups(groups_of(cases, args.seed if args.mixed else None))
+            print(f"{len(work.rows)} answers in {time.monotonic() - began:.0f} s", file=sys.stderr)
+            for arm in arms:
+                require_answers(arm.name, [row for row in work.rows if row["arm"] == arm.name])
+            # Written last: a file without a summary is of a run that was refused or interrupted.
+            summary = summarise(work.rows, work.counts)
+            for row in summary:
+                record.add("summary", **row)
+        for field in LEAST:
+            if (least := getattr(args, f"least_{field}")) is not None:
+                require_least(summary, field, least)
+        return suite, work.rows, summary
 
 
 def _also(text: str) -> tuple[str, dict[str, Any]]:

@@ -165,8 +165,5 @@ class Suite(ABC):
         Args:
             rows: the item rows of one server, see `eval.live.record`.
             path_stem: path without a suffix; each picture is written as SVG.
-
-        Returns:
-            The paths written.
         """
         return []

@@ -59,11 +59,7 @@ class Tokens:
         return [len(ids) for ids in found]
 
     def chat(self, messages: Sequence[dict[str, str]], prefix: str = "") -> list[int]:
-        """Token ids of a chat up to where the answer begins, or goes on after `prefix`.
-
-        Raises:
-            EvaluationError: the model has no chat template.
-        """
+        """Token ids of a chat up to where the answer begins, or goes on after `prefix`; refused without a template."""
         if self._tokenizer.chat_template is None:
             raise EvaluationError("the model has no chat template: use raw prompts (--no-chat, --raw or --form ruler)")
         text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
@@ -118,11 +114,7 @@ def fit(make: Callable[[int], list[int]], wanted: int, spare: int = 0) -> list[i
 
 
 def random_prompts(batch: int, context: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Prompts of random tokens, no two of which begin with the same one.
-
-    Raises:
-        EvaluationError: the vocabulary is smaller than the batch.
-    """
+    """Prompts of random tokens, no two of which begin with the same one: refused where the vocabulary is smaller."""
     if vocabulary < batch:
         raise EvaluationError(f"a batch of {batch} needs as many first tokens, the vocabulary has {vocabulary}")
     rng = np.random.default_rng((seed, context))

@@ -17,10 +17,6 @@ def kl(dense: TopTokens, sparse: TopTokens) -> float:
     """KL(dense, sparse) of one position in nats, all tokens outside both top lists taken as one.
 
     Taking tokens together never makes it larger, so that it is a lower bound of the true divergence.
-
-    Args:
-        dense: ``[log-probability, token id, text]`` of the best tokens.
-        sparse: the same from the other server.
     """
     p = {token: math.exp(logprob) for logprob, token, _ in dense}
     q = {token: math.exp(logprob) for logprob, token, _ in sparse}

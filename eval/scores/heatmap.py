@@ -22,9 +22,6 @@ def draw(rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
     Args:
         rows: item rows with ``task``, ``length``, ``depth`` and ``scores``; none draw nothing.
         path_stem: path without a suffix.
-
-    Returns:
-        The paths written.
     """
     if not rows:
         return []

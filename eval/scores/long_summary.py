@@ -119,13 +119,6 @@ def plot(summary: Sequence[Row], stem: Path) -> list[Path]:
     """Divergence (logarithmic) and agreement against the position in the output: a column for each text.
 
     Bands are the 95 % intervals.
-
-    Args:
-        summary: rows of `summarise`.
-        stem: path without a suffix.
-
-    Returns:
-        The paths written.
     """
     from matplotlib.figure import Figure
 

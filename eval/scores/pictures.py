@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def add_file_arguments(parser: argparse.ArgumentParser, without: str) -> None:
     """Arguments of a command that writes a file and can draw it again: ``--out --plot --from --label --revision``.
 
-    Args:
-        parser: of the command line.
-        without: what is not needed to take the figures of a file, such as "a server".
+    `without` is not needed to take the figures of a file, such as "a server".
     """
     parser.add_argument("--out", type=Path, help="JSONL file; a run that was interrupted goes on")
     parser.add_argument("--plot", type=Path, help="path without a suffix, for a picture as SVG")
@@ -30,11 +28,7 @@ def add_file_arguments(parser: argparse.ArgumentParser, without: str) -> None:
 
 
 def rows_of(path: Path, command: str) -> list[dict[str, Any]]:
-    """The rows of a file that a command wrote.
-
-    Raises:
-        EvaluationError: it cannot be read, or another command wrote it.
-    """
+    """The rows of a file that a command wrote; refuses one of another command."""
     rows = read_rows(path)
     writer = rows[0].get("command") if rows else None
     if command_name(writer) != command_name(command):
@@ -43,15 +37,7 @@ def rows_of(path: Path, command: str) -> list[dict[str, Any]]:
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write a picture as SVG.
-
-    Args:
-        figure: the picture.
-        stem: path without a suffix; folders are made.
-
-    Returns:
-        The paths written.
-    """
+    """Write a picture as SVG to a path without a suffix, making its folders; returns the paths written."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     path = Path(f"{stem}.svg")
     write(figure, path)

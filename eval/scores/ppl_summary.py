@@ -134,10 +134,6 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
 
     The solid grey line is dense decode, a dotted one the bound of its ratio. Bars are the 95 % interval of the paired
     difference to dense: how hard the texts are is not in them.
-
-    Args:
-        summary: rows of `summarise`.
-        path: a file of any type that matplotlib writes, such as .png or .svg.
     """
     from matplotlib.figure import Figure
 

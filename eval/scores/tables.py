@@ -103,45 +103,27 @@ def comparison_table(rows: Sequence[Row]) -> str:
     return table(rows, columns)
 
 
-def rectification(*paths: Path, judged: int | None = None, said: Callable[[Row], Row] = lambda header: {}) -> str:
-    """Perplexity against the rectification interval.
+def _every(row: Row) -> str:
+    said = {"dense": "dense", "off": "never", "bound": "only the scored step sparse"}
+    return said.get(row["setting"], str(row["interval"]))
 
-    Args:
-        *paths: files of ``eval.ppl_rectify``.
-        said: ``weights`` and ``sensitive`` of a file's header: what it says of the weights and of the sparse layers.
-        judged: the interval at which the perplexity must stay within `NLL_MARGIN` of the dense one, by the upper end
-            of its 95 % interval; None: no bound is set.
-    """
-    rows: list[Row] = []
-    for path in paths:
-        header, *found = read_rows(path)
-        rows += [{**said(header), **row} for row in ppl_summary.summarise(found)]
 
-    def verdict(row: Row) -> str:
-        if row["setting"] != "rectified" or row["interval"] != judged:
-            return ""
-        return f"{'within' if row['diff_interval'][1] <= NLL_MARGIN else 'not within'} {NLL_MARGIN:.1%}"
+RECTIFICATION: list[Column] = [
+    ("text", text("task")),
+    ("ratio", text("ratio")),
+    ("tokens between rectifications", _every),
+    ("n", text("windows")),
+    ("perplexity", number("ppl", 3)),
+    ("nats over dense", number("diff", 4, sign=True)),
+    ("95 %", bounds("diff_interval", 4)),
+    ("won back", lambda row: f"{row['closing']:.0%}" if row.get("closing_interval") and row["drifts"] else ""),
+    ("read", percent("density")),
+]
 
-    def every(row: Row) -> str:
-        return {"dense": "dense", "off": "never", "bound": "only the scored step sparse"}.get(
-            row["setting"], str(row["interval"])
-        )
 
-    columns: list[Column] = [
-        ("weights", text("weights")),
-        ("sparse layers", text("sensitive")),
-        ("text", text("task")),
-        ("ratio", text("ratio")),
-        ("tokens between rectifications", every),
-        ("n", text("windows")),
-        ("perplexity", number("ppl", 3)),
-        ("nats over dense", number("diff", 4, sign=True)),
-        ("95 %", bounds("diff_interval", 4)),
-        ("won back", lambda row: f"{row['closing']:.0%}" if row.get("closing_interval") and row["drifts"] else ""),
-        ("read", percent("density")),
-        ("verdict", verdict),
-    ]
-    return table(rows, columns)
+def rectification(path: Path) -> str:
+    """Perplexity against the rectification interval."""
+    return table(ppl_summary.summarise(read_rows(path)), RECTIFICATION)
 
 
 def drift(path: Path) -> str:

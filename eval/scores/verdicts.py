@@ -34,10 +34,6 @@ def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[
     A file ``SUITE.jsonl`` has the two servers, ``SUITE--CONTROL.jsonl`` the same questions put to a control; either may
     be compressed, as ``.jsonl.xz``.
 
-    Args:
-        folder: where the files are.
-        suites: which of them; all by default.
-
     Raises:
         EvaluationError: there are none, or one is no file of results.
     """
@@ -48,20 +44,13 @@ def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[
             continue
         others = {name.split("--")[1]: other for name, other in files.items() if name.startswith(f"{suite}--")}
         controls = {name: read_finished(other) for name, other in others.items()}
-        found += lines(suite, read_finished(path), controls)
+        rows = read_finished(path)
+        makers = {"ppl_rectify": lines_of_perplexity, "long_generation": lines_of_drift}
+        make = makers.get(command_name(rows[0].get("command")), lines_of_questions)
+        found += [{"suite": suite, **line} for line in make(rows, controls)]
     if not found:
         raise EvaluationError(f"{folder} has no results of a comparison")
     return found
-
-
-def lines(suite: str, rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
-    """The lines of one file, by the command that made it."""
-    command = command_name(rows[0].get("command")) if rows else None
-    if command == "ppl_rectify":
-        return [{"suite": suite, **line} for line in lines_of_perplexity(rows, controls)]
-    if command == "long_generation":
-        return [{"suite": suite, **line} for line in lines_of_drift(rows, controls)]
-    return [{"suite": suite, **line} for line in lines_of_questions(rows, controls)]
 
 
 def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:

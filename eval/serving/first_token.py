@@ -15,7 +15,7 @@ from typing import Any
 from eval.live.client import request_of, stream
 from eval.live.counters import EvaluationError, moved, sparsity, sum_of
 from eval.live.tokens import random_prompts
-from eval.serving.grid import DENSE, ROOM, SHORT, Cell
+from eval.serving.grid import DENSE, ROOM, Cell, least_ratio
 from eval.serving.measurement import Side, require_sparse_prefill
 from eval.texts.lengths import short_length
 
@@ -34,22 +34,14 @@ def tokens(context: int) -> int:
 
 
 def flush(side: Side) -> None:
-    """Empty the server's prefix cache.
-
-    Raises:
-        EvaluationError: the server did not do it.
-    """
+    """Empty the server's prefix cache."""
     answer = side.server.ask(lambda http: http.post("/flush_cache"))
     if answer.is_error:
         raise EvaluationError(f"the {side.name} server did not flush its cache: {answer.status_code} {answer.text}")
 
 
 def cold(side: Side, request: dict[str, Any]) -> float:
-    """Seconds until the first token of a prompt of which nothing is cached.
-
-    Raises:
-        EvaluationError: the request failed, or some of it was cached all the same.
-    """
+    """Seconds until the first token of a prompt; refuses one of which anything was cached."""
     flush(side)
     (answer,) = side.server.each(stream, [request])
     if answer.cached_tokens:
@@ -58,17 +50,7 @@ def cold(side: Side, request: dict[str, Any]) -> float:
 
 
 def measure(args: argparse.Namespace, side: Side, context: int, run: int) -> dict[str, Any]:
-    """Measure one cold prefill; before the first one of a length comes another that does not count.
-
-    Args:
-        args: the command line.
-        side: the server.
-        context: tokens of the prompt.
-        run: number of this run.
-
-    Raises:
-        EvaluationError: see `cold`, `Inputs.of_prompt` and `Inputs.judge`.
-    """
+    """Measure one cold prefill; before the first one of a length comes another that does not count."""
     config = side.prefill_config
     quality = {} if config is None else side.inputs.of_prompt(context, config, side.made)
     (prompt,) = random_prompts(1, context, side.server.vocabulary_size(), args.seed)
@@ -128,25 +110,15 @@ def _pairs(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
-    """The least ratio at contexts of at most `SHORT` tokens that the server prefilled dense by itself.
-
-    Args:
-        summary: see `summarise`.
+    """The least ratio at contexts of at most ``SHORT`` tokens that the server prefilled dense by itself.
 
     Returns:
-        A row for each server that has such contexts: the ratio, the cell it was found in, and ``ratios`` of all;
-        ``context`` is the longest.
+        For each server that has such contexts `least_ratio`; ``context`` is the longest.
     """
-    found = []
-    for arm in dict.fromkeys(row["arm"] for row in summary):
-        # Of another dense server nothing is counted.
-        cells = [row for row in summary if row["arm"] == arm and row["context"] <= SHORT and row["sparse_tokens"] == 0]
-        if cells:
-            least = min(cells, key=lambda row: row["ttft_ratio"])
-            row = {"id": f"{arm}/{TASK_BELOW}", "task": TASK_BELOW, "arm": arm}
-            row["context"] = max(cell["context"] for cell in cells)
-            row |= {"ttft_ratio": least["ttft_ratio"], "cell": least["id"], "sparsity": least["sparsity"]}
-            row |= {f"dense_{name}": least[f"dense_{name}"] for name in SERVED}
-            row["ratios"] = {short_length(cell["context"]): cell["ttft_ratio"] for cell in cells}
-            found.append(row)
-    return found
+    # Of another dense server nothing is counted.
+    dense = [row for row in summary if row["sparse_tokens"] == 0]
+    names = ("sparsity", *(f"dense_{name}" for name in SERVED))
+    return [
+        row | {"context": max(cell["context"] for cell in cells)} | {name: least[name] for name in names}
+        for row, least, cells in least_ratio(TASK_BELOW, "ttft_ratio", dense)
+    ]

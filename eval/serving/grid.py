@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -77,9 +77,7 @@ def batch_flags(most: int) -> list[str]:
 def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str]:
     """What every server is started with: room for the largest cell, and no more.
 
-    Args:
-        args: the command line.
-        chunk: tokens that are prefilled at once; None for the server's own choice.
+    `chunk` tokens are prefilled at once; None leaves that to the server.
     """
     # Without a grid prompts come one by one.
     cells = grid(args) or [Cell(context, 1) for context in args.contexts]
@@ -122,10 +120,7 @@ def unfit(facts: Row, needed: int) -> str | None:
 
 
 def streams(result: Row) -> list[Stream]:
-    """The answers of a run of SGLang's benchmark client, which sends all requests of a batch at once.
-
-    Args:
-        result: its file, with ``--output-details``.
+    """The answers in a result, with ``--output-details``, of SGLang's client, which sends a batch at once.
 
     Raises:
         EvaluationError: a request failed, or brought fewer tokens than asked for.
@@ -196,21 +191,24 @@ def _figures(runs: Sequence[Row]) -> dict[str, Any]:
 def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
     """The least ratio of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
 
-    Args:
-        summary: see `summarise`.
-
     Returns:
-        A row for each server that has such cells: the ratio, the cell it was found in, and ``ratios`` of all of them;
-        ``dense_rows``: the share of that cell's rows that were decoded dense.
+        For each server that has such cells `least_ratio`; ``dense_rows``: the share of that cell's rows that were
+        decoded dense.
     """
-    found = []
+    return [
+        row | {"context": SHORT} | {name: least[name] for name in ("decode_tpot_ratio_interval", "dense_rows")}
+        for row, least, _ in least_ratio("short_contexts", "decode_tpot_ratio", summary)
+    ]
+
+
+def least_ratio(task: str, ratio: str, summary: Sequence[Row]) -> Iterator[tuple[dict[str, Any], Row, Sequence[Row]]]:
+    """Of each server that has cells of at most ``SHORT`` tokens the least ratio, the cell it was found in, and all.
+
+    The ratio is in a row of a task, with the cell's id and the ``ratios`` of all.
+    """
     for arm in dict.fromkeys(row["arm"] for row in summary):
-        cells = [row for row in summary if row["arm"] == arm and row["context"] <= SHORT]
-        if cells:
-            least = min(cells, key=lambda row: row["decode_tpot_ratio"])
-            ratios = {Cell(row["context"], row["batch"]).name: row["decode_tpot_ratio"] for row in cells}
-            row = {"id": f"{arm}/short_contexts", "task": "short_contexts", "arm": arm, "context": SHORT}
-            row |= {"decode_tpot_ratio": least["decode_tpot_ratio"], "cell": least["id"], "ratios": ratios}
-            row["decode_tpot_ratio_interval"] = least["decode_tpot_ratio_interval"]
-            found.append(row | {"dense_rows": least["dense_rows"]})
-    return found
+        if cells := [row for row in summary if row["arm"] == arm and row["context"] <= SHORT]:
+            least = min(cells, key=lambda row: row[ratio])
+            ratios = {row["id"].rpartition("/")[2]: row[ratio] for row in cells}
+            row = {"id": f"{arm}/{task}", "task": task, "arm": arm, ratio: least[ratio], "cell": least["id"]}
+            yield row | {"ratios": ratios}, least, cells

@@ -19,9 +19,6 @@ Row = Mapping[str, Any]
 class Inputs:
     """A checkpoint's own.
 
-    Args:
-        args: the command line.
-
     Attributes:
         command: name of the command that has these inputs.
         cell_fields: names of `of_cell`.

@@ -81,12 +81,6 @@ def plot(
         panels: lines by batch size; by default those of `curves`. A line called `LIMIT` is dashed.
         cells: those of the rows that `draw_below` draws.
         draw_below: draws cells of one batch size below its panel, with the colours of the servers.
-
-    Returns:
-        The paths written.
-
-    Raises:
-        EvaluationError: see `curves`.
     """
     from matplotlib.figure import Figure
 

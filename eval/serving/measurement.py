@@ -54,18 +54,7 @@ class Side:
 
 
 def look(inputs: Inputs, name: str, url: str, server: LiveServer, expect: str) -> Side:
-    """Ask a server what it is, and refuse one that is not what it should be.
-
-    Args:
-        inputs: what it is to attend with.
-        name: of the server.
-        url: where it is.
-        server: how it is asked.
-        expect: names of its methods, or "dense".
-
-    Raises:
-        EvaluationError: see `reach`, `Inputs.made` and `Inputs.of_cell`.
-    """
+    """Ask a server what it is, and refuse one that is not what the names of methods, or "dense", in `expect` say."""
     args = inputs.args
     info = server.ask(lambda http: http.get("/server_info").raise_for_status().json())
     asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
@@ -137,16 +126,7 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, interval: 
 
 
 def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Config) -> None:
-    """Refuse counts of a prefill method that did nothing.
-
-    Args:
-        cell: the batch.
-        counts: of `moved`.
-        prefill: what the server says of the method.
-
-    Raises:
-        EvaluationError: the prompts are longer than where it begins.
-    """
+    """Refuse counts of a prefill method that did nothing although the prompts are longer than where it begins."""
     begins = prefill["config"]["crossover_tokens"]
     if not counts["prefill_sparse_tokens"] and cell.context > begins:
         raise EvaluationError(
@@ -155,11 +135,7 @@ def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Config) 
 
 
 def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> None:
-    """Refuse counts that do not show sparse decode, unless the server's limits make such a batch dense.
-
-    Raises:
-        EvaluationError: as said.
-    """
+    """Refuse counts that do not show sparse decode, unless the server's limits make such a batch dense."""
     if dense_by_limits(cell, config):
         return
     # The client's warm-up request, and the first ones of a batch, may be too few to run sparse.
@@ -174,10 +150,6 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> N
 
 def decode_sparsity(config: Config, counts: Mapping[str, int]) -> dict[str, Any]:
     """What RoBSA left out in the layers that ran sparse; nothing of another method, or where none did.
-
-    Args:
-        config: of the decode method, resolved.
-        counts: of `eval.live.counters.moved`.
 
     Returns:
         ``active_blocks``, the mean over rows, steps and sparse layers, and ``sparsity``, the share of the others.

@@ -68,10 +68,6 @@ def measure(args: argparse.Namespace, side: Side) -> Iterator[dict[str, Any] | N
 def summarise(items: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
     """Time to the first token where a long prefix is in the cache, sparse over dense.
 
-    Args:
-        items: rows of `measure`.
-        seed: of the bootstrap.
-
     Returns:
         A row for each server but the dense one: all times, their medians and ranges; ``ttft_over_dense`` of the
         medians, and its paired bootstrap 95 % interval, None where the servers did not take turns or there is only one

@@ -48,51 +48,15 @@ def serving(path: Path) -> str:
     return table([row for row in read_finished(path) if row["kind"] == "summary"], columns)
 
 
-def first_tokens(paths: Sequence[Path]) -> str:
-    """Seconds to the first token of cold prompts, dense and sparse, see `cells_of`."""
-    columns: list[Column] = [
-        ("prompt", lambda row: short_length(row["context"])),
-        ("chunks", lambda row: short_length(row["chunked_prefill_size"])),
-        ("dense, s", number("dense_ttft", 3)),
-        ("of its runs", bounds("dense_ttft_range", 3, sign=False)),
-        ("sparse, s", number("ttft", 3)),
-        ("of the runs", bounds("ttft_range", 3, sign=False)),
-        ("times faster", number("ttft_ratio", 3)),
-        ("left out", percent("sparsity")),
-        ("mass kept", number("recall", 3)),
-        ("theta", text("theta")),
-        ("factor", number("threshold_scale_factor", 0)),
-    ]
-    return table(cells_of(paths)[1:], columns)
-
-
-def cells_of(paths: Sequence[Path]) -> list[Row]:
-    """The header of the first of some files, and first tokens of all of them, short chunks and prompts first.
-
-    What several of them have is the newest one's.
-    """
-    files = [read_finished(path) for path in paths]
-    oldest_first = sorted(files, key=lambda rows: rows[0]["started"])
-    found = (row for rows in oldest_first for row in rows if _is_cell(row))
-    cells = {(row["chunked_prefill_size"], row["context"], row["arm"]): row for row in found}
-    return [files[0][0], *(cells[key] for key in sorted(cells))]
-
-
 def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     """Seconds to the first token of a cold prompt over its length, and times faster than dense.
 
     A line for each server and size of the prefill's chunks; bars are the range of the runs.
-
-    Args:
-        rows: of the file: header, and ``summary`` rows of task "first_token" (seconds).
-        stem: path without a suffix.
-
-    Returns:
-        The paths written.
     """
     from matplotlib.figure import Figure
 
-    cells = sorted((row for row in rows if _is_cell(row)), key=lambda row: row["context"])
+    cells = [row for row in rows if row["kind"] == "summary" and row["task"] == TASK]
+    cells.sort(key=lambda row: row["context"])
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     times, ratios = figure.subplots(1, 2)
     sizes = list(dict.fromkeys(row["chunked_prefill_size"] for row in cells))
@@ -121,10 +85,6 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     return save(figure, stem)
 
 
-def _is_cell(row: Row) -> bool:
-    return row["kind"] == "summary" and row["task"] == TASK
-
-
 def _bars(line: Sequence[Row], name: str) -> tuple[list[float], tuple[list[float], list[float]]]:
     """Medians, and how far the range reaches below and above them."""
     medians = [row[name] for row in line]
@@ -144,14 +104,6 @@ def _title(rows: Sequence[Row], cells: Sequence[Row]) -> str:
 
 def draw(path: Path, stem: Path, plot_times: Callable[[Sequence[Row], Path], list[Path]] = latency.plot) -> list[Path]:
     """What a file has: time per token or first tokens as ``stem``; of both, the latter with ``-first-token`` behind it.
-
-    Args:
-        path: the file.
-        stem: path without a suffix.
-        plot_times: draws the time per token.
-
-    Returns:
-        The paths written.
 
     Raises:
         EvaluationError: it cannot be read, another command wrote it, or there is neither.

@@ -14,11 +14,7 @@ from eval.live.counters import EvaluationError
 
 
 def shared_window(streams: Sequence[Stream]) -> tuple[float, float]:
-    """When all requests decode: from the last first chunk to the first last chunk.
-
-    Raises:
-        EvaluationError: there is no such time.
-    """
+    """When all requests decode: from the last first chunk to the first last one; refused where it is empty."""
     begin = max(s.chunks[0].seconds for s in streams)
     end = min(s.chunks[-1].seconds for s in streams)
     if end <= begin:

@@ -28,11 +28,6 @@ def any_word(answers: Sequence[str], output: str) -> float:
     return float(answers[0] in spaced(output, "\n:\"'.,?!{}").split())
 
 
-def any_name(answers: Sequence[str], output: str) -> float:
-    """Whether the first answer, a name in capitals, is one of the words, whatever their case: longdialogue_qa_eng."""
-    return float(answers[0] in spaced(output, "\n:\"'.,?!{}").upper().split())
-
-
 def last_integer(answers: Sequence[str], output: str) -> float:
     """Whether the last word is the right integer: code_run."""
     words = spaced(output, "\n.`'\":").split()
@@ -68,9 +63,7 @@ def leading_share_after_first(answers: Sequence[str], output: str) -> float:
 def buggy_option(answers: Sequence[str], output: str) -> float:
     """Whether the output begins with the right letter, or says it, or the function's name, in a known form: code_debug.
 
-    Args:
-        answers: the name of the function, and its letter.
-        output: of the model.
+    The answers are that name and that letter.
     """
     name, letter = answers[:2]
     text = output.strip()
@@ -84,9 +77,7 @@ def buggy_option(answers: Sequence[str], output: str) -> float:
 def chosen_option(answers: Sequence[str], output: str) -> float:
     """Whether the right letter, or the option's text, is what the output says in a known form: longbook_choice_eng.
 
-    Args:
-        answers: the option's text, and its letter.
-        output: of the model.
+    The answers are that text and that letter.
     """
     text = output.strip()
     if text[:1] in tuple(LETTERS):
@@ -136,7 +127,8 @@ SCORES: dict[str, Score] = {
     "passkey": first_integer,
     "number_string": first_integer,
     "kv_retrieval": any_word,
-    "longdialogue_qa_eng": any_name,
+    # A name in capitals, whatever the case of the words.
+    "longdialogue_qa_eng": lambda answers, output: any_word(answers, output.upper()),
     "longbook_sum_eng": summary_rouge,
     "longbook_choice_eng": chosen_option,
     "longbook_qa_eng": best_f1,

@@ -24,7 +24,8 @@ from eval.live.arms import Arm, make_arm, require_method
 from eval.live.client import LiveServer
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens, tokens
-from eval.tasks.local_data import TEXT, Rows, chosen
+from eval.tasks.local_data import TEXT, Rows
+from eval.texts.haystacks import chosen
 
 LM_EVAL = "0.4.13"
 INSTALL = f'uv pip install "lm-eval[api,ruler]=={LM_EVAL}"'
@@ -49,12 +50,7 @@ class Target:
 
 
 def reach(args: argparse.Namespace, server: LiveServer, least: int) -> Target:
-    """Ask a server what it is.
-
-    Args:
-        args: the command line.
-        server: the server.
-        least: tokens that prompt and answer take.
+    """Ask a server what it is, and whether it has room for `least` tokens of prompt and answer.
 
     Raises:
         EvaluationError: nobody answers, it runs another method than expected, has no room, or no tokenizer is found.
@@ -74,11 +70,7 @@ def reach(args: argparse.Namespace, server: LiveServer, least: int) -> Target:
 
 
 def require_lm_eval() -> None:
-    """Refuse to begin without the judge.
-
-    Raises:
-        EvaluationError: lm-eval or what it needs is missing, or is another version; says how to install it.
-    """
+    """Refuse to begin without the judge in the version wanted, and say how to install it."""
     missing = [name for name in ("lm_eval", "nltk", "wonderwords", "tenacity") if find_spec(name) is None]
     if missing:
         raise EvaluationError(f"{', '.join(missing)} not installed: {INSTALL}")
@@ -126,11 +118,7 @@ def lm_eval_command(target: Target, args: argparse.Namespace, task: str, length:
 
 
 def gsm8k_task(data: Path, train: Path | None) -> dict[str, Any]:
-    """lm-eval's task gsm8k with the questions of local files, as the content of its YAML file.
-
-    Raises:
-        EvaluationError: a file is missing, or has no such questions; see `eval.tasks.local_data.Rows`.
-    """
+    """lm-eval's task gsm8k with the questions of local files, as the content of its YAML file."""
     for path in (data, train):
         if path is not None:
             Rows(path, {"question": TEXT, "answer": TEXT})
@@ -167,8 +155,7 @@ def serving_command(target: Target, args: argparse.Namespace, length: int, path:
 def run_judge(command: Sequence[str], scratch: Path, log: Path) -> None:
     """Run a judge without any network but the server's, everything that it prints going to the end of `log`.
 
-    Raises:
-        EvaluationError: it failed; has the last line of what it printed.
+    One that fails is refused with the last line of what it printed.
     """
     # Importing the tasks looks for these sentence rules and would download them; no task here splits sentences.
     (scratch / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True, exist_ok=True)
@@ -191,8 +178,7 @@ def run_judge(command: Sequence[str], scratch: Path, log: Path) -> None:
 def _forked(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> int:
     """Run SGLang's client as a fork of a process that has imported it, which takes longer than a short benchmark.
 
-    Returns:
-        The exit status.
+    Its exit status is returned.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([CLIENT])

@@ -28,11 +28,7 @@ Sizes = Callable[[Sequence[str]], list[int]]
 
 
 def read_samples(folder: Path, task: str) -> list[dict[str, Any]]:
-    """The samples of a task that lm-eval wrote somewhere under a folder.
-
-    Raises:
-        EvaluationError: there are none.
-    """
+    """The samples of a task that lm-eval wrote somewhere under a folder; refuses a folder without any."""
     found = sorted(folder.rglob(f"samples_{task}_*.jsonl"))
     samples = [json.loads(line) for path in found for line in path.read_text(encoding="utf-8").split("\n") if line]
     if not samples:
@@ -47,12 +43,6 @@ def prompt_of(sample: Row) -> str:
 
 def ruler_items(task: str, length: int, samples: Sequence[Row], sizes: Sizes) -> list[dict[str, Any]]:
     """Item rows of a RULER task; the score is lm-eval's: the share of the references that the output contains.
-
-    Args:
-        task: lm-eval's name.
-        length: tokens asked for.
-        samples: of this task.
-        sizes: tokens of texts.
 
     Raises:
         EvaluationError: a sample was made without references, or is of another length.
@@ -71,10 +61,6 @@ def ruler_items(task: str, length: int, samples: Sequence[Row], sizes: Sizes) ->
 def gsm8k_items(samples: Sequence[Row], sizes: Sizes) -> list[dict[str, Any]]:
     """Item rows of GSM8K: ``score`` is lm-eval's strict match (``#### number``), ``flexible`` its match of the last
     number.
-
-    Args:
-        samples: one for each question and filter.
-        sizes: tokens of texts.
     """
     questions: dict[int, dict[str, Row]] = {}
     for sample in samples:
@@ -111,9 +97,6 @@ def _items(
 
 def serving_rows(result: Row) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Item rows and the summary of a run of SGLang's benchmark client; seconds, and tokens a second.
-
-    Args:
-        result: a line of its file.
 
     Returns:
         For each request its time to the first token, its mean time for each further one, and its tokens; where it

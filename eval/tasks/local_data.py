@@ -20,14 +20,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field must be: in words, and as a test. A field that may be None may be missing."""
+    """What a field must be: in words, and as a test."""
 
     name: str
     fits: Callable[[Any], bool]
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
-MAYBE_TEXT = Kind("a text or null", lambda value: value is None or isinstance(value, str))
 INTEGER = Kind("an integer", lambda value: isinstance(value, int))
 TEXTS = Kind(
     "a list of texts",
@@ -85,22 +84,14 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def existing(path: Path) -> Path:
-    """The path, if it is a file.
-
-    Raises:
-        EvaluationError: it is not.
-    """
+    """The path, refused if it is no file."""
     if not path.is_file():
         raise EvaluationError(f"there is no file {path}")
     return path
 
 
 def placed(folder: Path | None, option: str, *places: str) -> Path:
-    """The first of the places in a folder at which there is a file.
-
-    Raises:
-        EvaluationError: the option was not given, or the folder has none of them.
-    """
+    """The first of the places in a folder at which there is a file; refused without the folder, or any place."""
     if folder is None:
         raise EvaluationError(f"{option} is missing: give the folder with {places[0]}")
     for place in places:
@@ -109,12 +100,13 @@ def placed(folder: Path | None, option: str, *places: str) -> Path:
     raise EvaluationError(f"{option} {folder} has no {' or '.join(places)}")
 
 
-def parsed(data: bytes, where: str) -> Any:
-    """The value that JSON text stands for.
+def read_json(path: Path) -> Any:
+    """The value in a JSON file; see `existing` and `parsed`."""
+    return parsed(existing(path).read_bytes(), str(path))
 
-    Raises:
-        EvaluationError: it is not JSON in UTF-8; begins with `where`.
-    """
+
+def parsed(data: bytes, where: str) -> Any:
+    """The value that JSON text in UTF-8 stands for; another text is refused, by what `where` calls it."""
     try:
         return json.loads(data)
     except ValueError as error:
@@ -130,9 +122,9 @@ def require(row: Any, fields: Fields, where: str) -> None:
     if not isinstance(row, dict):
         raise EvaluationError(f"{where}: wanted a JSON object, got {type(row).__name__}")
     for name, kind in fields.items():
-        if name not in row and not kind.fits(None):
+        if name not in row:
             raise EvaluationError(f"{where}: field {name!r} is missing; there are {', '.join(row) or 'none'}")
-        if not kind.fits(row.get(name)):
+        if not kind.fits(row[name]):
             raise EvaluationError(f"{where}: field {name!r} is {shown(row[name])}, wanted {kind.name}")
 
 
@@ -143,12 +135,8 @@ def shown(value: Any) -> str:
 
 
 def read_array(path: Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a JSON file that holds one array of objects; they are counted from 1 in errors.
-
-    Raises:
-        EvaluationError: see `Rows`.
-    """
-    rows = parsed(existing(path).read_bytes(), str(path))
+    """The rows of a JSON file that holds one array of objects; they are counted from 1 in errors."""
+    rows = read_json(path)
     if not isinstance(rows, list) or not rows:
         raise EvaluationError(f"{path}: wanted a JSON array of rows, got {type(rows).__name__} without any")
     for number, row in enumerate(rows[:limit], 1):
@@ -156,11 +144,11 @@ def read_array(path: Path, fields: Fields, limit: int | None = None) -> list[dic
     return rows[:limit]
 
 
-def assigned(path: Path, name: str) -> ast.expr:
-    """The expression that a Python file assigns to a name at its top level; the file is not run.
+def literal(path: Path, name: str, kind: type[T]) -> T:
+    """The literal that a Python file assigns to a name at its top level; the file is not run.
 
     Raises:
-        EvaluationError: the file is missing or not Python, or assigns nothing to the name.
+        EvaluationError: the file is missing or not Python, or assigns nothing, no literal or another type to the name.
     """
     try:
         body = ast.parse(existing(path).read_bytes(), str(path)).body
@@ -175,17 +163,8 @@ def assigned(path: Path, name: str) -> ast.expr:
     }
     if name not in found:
         raise EvaluationError(f"{path} does not assign {name}; it assigns {', '.join(found) or 'nothing'}")
-    return found[name]
-
-
-def literal(path: Path, name: str, kind: type[T]) -> T:
-    """The literal that a Python file assigns to a name at its top level.
-
-    Raises:
-        EvaluationError: see `assigned`; or the value is not a literal of the type.
-    """
     try:
-        value = ast.literal_eval(assigned(path, name))
+        value = ast.literal_eval(found[name])
     except ValueError as error:
         raise EvaluationError(f"{path}: what it assigns to {name} is not a literal") from error
     if not isinstance(value, kind):
@@ -194,11 +173,7 @@ def literal(path: Path, name: str, kind: type[T]) -> T:
 
 
 def entry(found: Mapping[str, Any], task: str, kind: type[T], where: str) -> T:
-    """What a benchmark's table says of a task, such as its template.
-
-    Raises:
-        EvaluationError: nothing of this type.
-    """
+    """What a benchmark's table says of a task, such as its template; refused where it is not of the type."""
     value = found.get(task)
     if not isinstance(value, kind):
         raise EvaluationError(f"{where}: for {task!r} it has {shown(value)}, wanted a {kind.__name__}")
@@ -206,11 +181,7 @@ def entry(found: Mapping[str, Any], task: str, kind: type[T], where: str) -> T:
 
 
 def fill(template: str, values: Mapping[str, Any], where: str) -> str:
-    """A template with its fields filled in.
-
-    Raises:
-        EvaluationError: it is no template, or names a field that there is not.
-    """
+    """A template with its fields filled in; refused if it is none, or names a field that there is not."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -219,17 +190,3 @@ def fill(template: str, values: Mapping[str, Any], where: str) -> str:
     if missing:
         raise EvaluationError(f"{where}: the template wants {', '.join(missing)}; there are {', '.join(values)}")
     return template.format_map(values)
-
-
-def chosen(wanted: Sequence[str] | None, allowed: Sequence[str], option: str = "--tasks") -> list[str]:
-    """The wanted names, each once, or all of them.
-
-    Raises:
-        EvaluationError: one is not allowed, or the list is empty.
-    """
-    if wanted is None:
-        return list(allowed)
-    unknown = [name for name in wanted if name not in allowed]
-    if unknown or not wanted:
-        raise EvaluationError(f"{option} {','.join(unknown)}: allowed are {', '.join(allowed)}")
-    return list(dict.fromkeys(wanted))

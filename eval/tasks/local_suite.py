@@ -44,9 +44,7 @@ class LocalTask:
 class LocalSuite(Suite):
     """Cases and prompts of data sets that `read` finds; a case is a row at a length."""
 
-    def __init__(self, args: argparse.Namespace, tokens: Tokens) -> None:
-        super().__init__(args, tokens)
-        self.local: dict[str, LocalTask] = {}
+    local: dict[str, LocalTask]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

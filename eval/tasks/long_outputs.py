@@ -87,12 +87,9 @@ NOISE = Setting("noise", sparse=False)
 
 
 def checkpoints_of(kind: str, wanted: Sequence[int] | None, tokens: int) -> list[int]:
-    """The ends of the checkpoints of a text, ascending.
+    """The ends of the checkpoints of a text, ascending, within an output of `tokens` tokens.
 
-    Args:
-        kind: of ``KINDS``.
-        wanted: on the command line; otherwise doubled from ``FIRST_CHECKPOINT`` on, and `tokens` itself.
-        tokens: of the longest output.
+    Without any wanted they are doubled from ``FIRST_CHECKPOINT`` on, and `tokens` itself is the last.
 
     Raises:
         EvaluationError: one is not within the output.
@@ -111,11 +108,7 @@ def make_settings(
 ) -> list[Setting]:
     """The settings of a run: noise, then for each ratio never rectified and every interval.
 
-    Args:
-        config: of the server's method.
-        ratios: wanted; the server's own if empty.
-        intervals: wanted beside the server's own.
-        tokens: of the longest output.
+    Without ratios it is the server's own, and its own interval is beside those wanted.
 
     Raises:
         EvaluationError: the method has no such field, or an interval never falls into an output.
@@ -154,14 +147,6 @@ def make_outputs(
     generate: Generate,
 ) -> list[Output]:
     """The outputs of a text.
-
-    Args:
-        kind: of ``KINDS``.
-        books: name -> token ids.
-        args: the command line: n, prompt_length and seed.
-        checkpoints: ascending.
-        encode: text -> token ids.
-        generate: prompts and a number of tokens -> as many tokens after each prompt.
 
     Raises:
         EvaluationError: the books are too short, or an output has no room for the records.

@@ -18,25 +18,11 @@ from typing import Any
 
 from eval.live.counters import EvaluationError
 
-# What LongBench leaves out of Chinese words beside ASCII punctuation: first and last of runs of code points.
-_CHINESE_RUNS = (
-    (0x2013, 0x2014),
-    (0x2018, 0x2019),
-    (0x201B, 0x201F),
-    (0x2026, 0x2027),
-    (0x3001, 0x3003),
-    (0x300B, 0x3011),
-    (0x3014, 0x301F),
-    (0x3030, 0x3030),
-    (0x303E, 0x303F),
-    (0xFE4F, 0xFE4F),
-    (0xFF01, 0xFF0D),
-    (0xFF0F, 0xFF0F),
-    (0xFF1A, 0xFF20),
-    (0xFF3B, 0xFF40),
-    (0xFF5B, 0xFF64),
+# What LongBench leaves out of Chinese words beside ASCII punctuation.
+CHINESE_PUNCTUATION = (
+    "–—‘’‛“”„‟…‧、。〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿﹏！＂＃＄％＆＇（）"  # noqa: RUF001
+    "＊＋，－／：；＜＝＞？＠［＼］＾＿｀｛｜｝～｟｠｡｢｣､"  # noqa: RUF001
 )
-CHINESE_PUNCTUATION = "".join(chr(code) for first, last in _CHINESE_RUNS for code in range(first, last + 1))
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
 RETRIEVED = {"en": re.compile(r"Paragraph (\d+)"), "zh": re.compile(r"段落(\d+)")}
@@ -133,16 +119,7 @@ def count(output: str, answer: str) -> float:
 
 
 def retrieval(output: str, answer: str, language: str) -> float:
-    """Share of the numbers in an output that are that of the paragraph.
-
-    Args:
-        output: of the model.
-        answer: such as "Paragraph 12".
-        language: "en" or "zh".
-
-    Raises:
-        EvaluationError: the answer names no paragraph.
-    """
+    """Share of the numbers in an output that are that of the paragraph in the answer, such as "Paragraph 12"."""
     wanted = RETRIEVED[language].search(answer)
     if wanted is None:
         raise EvaluationError(f"the right answer {answer!r} names no paragraph")

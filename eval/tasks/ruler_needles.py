@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import string
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from eval.live.tokens import Tokens
 from eval.tasks.ruler_words import Wording, adjective_noun
-from eval.texts.haystacks import ExactHaystack, Question, join_names, spaced
+from eval.texts.haystacks import ExactHaystack, Make, Question, draw_apart, join_names, spaced
 from eval.texts.text import NOISE, RULER_INTROS, hide, random_number, sentences, unique_keys
 
 # Percentages at which RULER puts needles into essays.
@@ -61,7 +61,7 @@ NEEDLE_TASKS: dict[str, NeedleTask] = {
     "niah_multivalue": NeedleTask("essays", values=4),
     "niah_multiquery": NeedleTask("essays", keys=4, asked=4),
 }
-_MAKE: dict[str, Callable[[random.Random], str]] = {
+_MAKE: dict[str, Make] = {
     "word": adjective_noun,
     "number": random_number,
     "uuid": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
@@ -80,7 +80,8 @@ def needle_question(
         essays: filled with from its beginning, as RULER does, and used by "essays" only.
         tokens: the tokenizer.
     """
-    keys, values = _keys_and_values(task, rng, essays if task.haystack == "essays" else ())
+    parts = (task.keys, _MAKE[task.key]), (task.keys * task.values, _MAKE[task.value])
+    keys, values = draw_apart(rng, *parts, essays if task.haystack == "essays" else ())
     owners = [key for key in keys for _ in range(task.values)]
     records = [_record(task, key, value) for key, value in zip(owners, values, strict=True)]
     order = rng.sample(range(task.keys), task.asked)
@@ -111,19 +112,6 @@ def needle_question(
 
 def _record(task: NeedleTask, key: str, value: str) -> str:
     return f"One of the special magic {task.value}s for {key} is: {value}."
-
-
-def _keys_and_values(
-    task: NeedleTask, rng: random.Random, haystack: ExactHaystack | tuple[()]
-) -> tuple[list[str], list[str]]:
-    """Keys and values that stand nowhere in the haystack, nor in each other."""
-    while True:
-        keys = unique_keys(rng, task.keys, _MAKE[task.key])
-        values = unique_keys(rng, task.keys * task.values, _MAKE[task.value])
-        every = [*keys, *values]
-        apart = not any(a in b for a in every for b in every if a is not b)
-        if apart and not any(text in haystack for text in every):
-            return keys, values
 
 
 def _needles(task: NeedleTask, rng: random.Random, length: int, taken: Sequence[str], tokens: Tokens) -> ExactHaystack:
@@ -164,13 +152,7 @@ def among(lines: Sequence[str], records: Sequence[str], places: Sequence[float])
 
 
 def track_question(rng: random.Random, wording: Wording, tokens: Tokens) -> Question:
-    """A question for the variables of one chain of four assignments, after a worked example with short names.
-
-    Args:
-        rng: draws names, values and places.
-        wording: how lines are joined, and a word.
-        tokens: the tokenizer.
-    """
+    """A question for the variables of one chain of four assignments, after a worked example with short names."""
     values = unique_keys(rng, 2, lambda rng: random_number(rng, 5))
     names = unique_keys(rng, HOPS + 1, lambda rng: "".join(rng.choices(string.ascii_uppercase, k=5)))
     short = unique_keys(rng, HOPS + 1, lambda rng: "".join(rng.choices(string.ascii_uppercase, k=3)))

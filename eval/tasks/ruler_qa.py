@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
-from eval.tasks.local_data import TEXT, Kind, existing, parsed, read_array, require
+from eval.tasks.local_data import TEXT, Kind, read_array, read_json, require
 from eval.texts.haystacks import ExactHaystack, Question, spaced
 
 SPARE_DOCUMENTS = 64
@@ -52,7 +52,7 @@ def read_squad(path: str) -> QuestionSet:
     Raises:
         EvaluationError: it is no such file; names the field that is missing.
     """
-    whole = parsed(existing(Path(path)).read_bytes(), path)
+    whole = read_json(Path(path))
     require(whole, {"data": _LIST}, path)
     questions, documents = [], set()
     for number, article in enumerate(whole["data"], 1):
@@ -106,12 +106,7 @@ READERS: dict[str, Callable[[str], QuestionSet]] = {"qa_1": read_squad, "qa_2": 
 def document_question(asked: Asked, found: QuestionSet, rng: random.Random, length: int, tokens: Tokens) -> Question:
     """A question after its documents and as many others as fit, those of the same article first, in random order.
 
-    Args:
-        asked: one of the questions.
-        found: gives the other documents.
-        rng: draws them and their order.
-        length: tokens for which there must be documents.
-        tokens: the tokenizer.
+    There must be documents of `length` tokens.
 
     Raises:
         EvaluationError: the file has not so many.

@@ -78,16 +78,10 @@ def adjective_noun(rng: random.Random) -> str:
 
 
 def common_words_question(rng: random.Random, length: int, wording: Wording, tokens: Tokens) -> Question:
-    """A question for the ten words that a numbered list has most often.
+    """A question for the ten words that a numbered list has most often; there are words for `length` tokens.
 
     From 4096 tokens on they stand 30 times each and the others three times; below, six times and once. There are at
     least ten others. Where wonderwords has too few, pairs of its words are further ones.
-
-    Args:
-        rng: draws the words and their order.
-        length: tokens for which there must be words.
-        wording: whether there is an example, ten words among ten others or thirty.
-        tokens: the tokenizer.
     """
     often, seldom = (6, 1) if length < SHORT else (30, 3)
     known = words_of("noun", "adjective", "verb")
@@ -125,11 +119,6 @@ def coded_words_question(rng: random.Random, length: int, tokens: Tokens) -> Que
     """A question for the three most frequent words of random letters; the frequencies are those of a zeta distribution.
 
     Its exponent is 2. The most frequent word is noise, three dots. There are ``length // 50`` words, and at least five.
-
-    Args:
-        rng: draws the words and their order.
-        length: tokens of prompt and answer.
-        tokens: the tokenizer.
     """
 
     def coded(rng: random.Random) -> str:

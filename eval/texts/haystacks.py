@@ -7,7 +7,7 @@ import lzma
 import random
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,10 +16,12 @@ from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
 from eval.texts.lengths import length
-from eval.texts.text import NOISE, Haystack, read_book, sentences, words
+from eval.texts.text import NOISE, Haystack, read_book, sentences, unique_keys, words
 from eval.texts.windows import BOOK
 
 KINDS = ("books", "noise", "repeated")
+
+Make = Callable[[random.Random], str]
 
 
 class ExactHaystack(Haystack):
@@ -46,14 +48,10 @@ class ExactHaystack(Haystack):
         return self.take(rng.randrange(len(self.sentences)), budget)
 
     def take(self, start: int, budget: int) -> list[str]:
-        """Consecutive sentences (the book is a ring), filled up to `budget` tokens.
+        """Consecutive sentences from number `start` on (the book is a ring), filled up to `budget` tokens.
 
         A sentence too long for what is left is passed over, and some sentences are exchanged for longer ones from
         elsewhere where that brings the sum closer to the budget.
-
-        Args:
-            start: number of the first sentence.
-            budget: tokens.
         """
         i, left, passed, taken = start, budget, 0, []
         while left >= self._sorted[0] and passed < len(self.sentences):
@@ -130,11 +128,7 @@ def haystack(kind: str, books: tuple[str, ...], tokens: Tokens) -> ExactHaystack
 
 
 def book_text(path: str, option: str = "--book") -> str:
-    """Text of a file that an option names.
-
-    Raises:
-        EvaluationError: it cannot be read, or has no words.
-    """
+    """Text of a file that an option names; refused if it cannot be read or has no words."""
     try:
         text = read_book(Path(path))
     except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
@@ -142,6 +136,18 @@ def book_text(path: str, option: str = "--book") -> str:
     if not re.search(r"\w", text):
         raise EvaluationError(f"{option} {path}: the file has no words")
     return text
+
+
+def draw_apart(
+    rng: random.Random, keys: tuple[int, Make], values: tuple[int, Make], haystack: Container[str]
+) -> tuple[list[str], list[str]]:
+    """So many keys and values, made by a function each, that stand nowhere in the haystack, nor in each other."""
+    while True:
+        found = [unique_keys(rng, *part) for part in (keys, values)]
+        every = [*found[0], *found[1]]
+        apart = not any(a in b for a in every for b in every if a is not b)
+        if apart and not any(text in haystack for text in every):
+            return found[0], found[1]
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -152,8 +158,7 @@ def join_names(names: Sequence[str]) -> str:
 def share(parts: Sequence[str], depth: float) -> float:
     """The share of the parts after which `depth` of their text is over, for `eval.texts.text.hide`.
 
-    Args:
-        depth: 0 to 1, measured in characters.
+    The depth is from 0 to 1, measured in characters.
     """
     wanted, passed = depth * sum(map(len, parts)), 0
     for i, part in enumerate(parts):
@@ -176,15 +181,19 @@ def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], lengths
 
 
 def check_arguments(args: argparse.Namespace, tasks: Sequence[str]) -> None:
-    """Refuse what `add_arguments` lets through.
-
-    Raises:
-        EvaluationError: an unknown task, no task or no length, or n below 1.
-    """
-    unknown = [task for task in args.tasks if task not in tasks]
-    if unknown or not args.tasks:
-        raise EvaluationError(f"--tasks {','.join(unknown)}: allowed are {', '.join(tasks)}")
+    """Refuse what `add_arguments` lets through."""
+    chosen(args.tasks, tasks)
     if not args.lengths:
         raise EvaluationError("--lengths: none given; allowed is a list such as 4k,8k")
     if args.n < 1:
         raise EvaluationError(f"--n {args.n}: allowed is 1 or more")
+
+
+def chosen(wanted: Sequence[str] | None, allowed: Sequence[str]) -> list[str]:
+    """The ``--tasks`` wanted, each once, or all of them; refuses unknown ones and an empty list."""
+    if wanted is None:
+        return list(allowed)
+    unknown = [name for name in wanted if name not in allowed]
+    if unknown or not wanted:
+        raise EvaluationError(f"--tasks {','.join(unknown)}: allowed are {', '.join(allowed)}")
+    return list(dict.fromkeys(wanted))

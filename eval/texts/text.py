@@ -116,25 +116,13 @@ FORMS: dict[str, Form] = {form.name: form for form in _ALL}
 def words(split: str) -> tuple[str, ...]:
     """Words that keys are made of; "train" and "eval" share none.
 
-    The file lists words of the training books (see `common_words`); a checksum of the word decides its side.
+    The file lists words of the training books (see `common_words` of the lab's tokenizer); a checksum of the word
+    decides its side.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"unknown split of the word list: got {split!r}, allowed are 'train' and 'eval'")
     wanted = split == "eval"
     return tuple(w for w in WORDS_FILE.read_text().split() if (zlib.crc32(w.encode()) % 5 == 0) == wanted)
-
-
-def common_words(books: Sequence[str], least: int = 40) -> list[str]:
-    """Lower-case words of 4-9 letters that stand at least `least` times in at least three books together, sorted."""
-    total: dict[str, int] = {}
-    in_books: dict[str, int] = {}
-    for book in books:
-        found = re.findall(r"(?<![A-Za-z'-])[a-z]{4,9}(?![A-Za-z'-])", book)
-        for word in found:
-            total[word] = total.get(word, 0) + 1
-        for word in set(found):
-            in_books[word] = in_books.get(word, 0) + 1
-    return sorted(word for word, n in total.items() if n >= least and in_books[word] >= 3)
 
 
 def random_key(rng: random.Random, n_words: int = 2, split: str = "eval") -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.texts.text import FORMS, IM_END, prompt_text, random_key, random_number, read_book, read_books, unique_keys
 
@@ -16,6 +17,7 @@ SCORED = 32
 CUE = 8
 PASSAGE_END = 0.8
 RECORDS = 8
+TEXTS = ("book", "repeat", "records")
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,12 @@ class Window:
     scored: int = SCORED
 
 
-def add_arguments(parser: argparse.ArgumentParser, length: int, concurrency: int) -> None:
+def add_arguments(parser: argparse.ArgumentParser, length: int, concurrency: int, kind: str) -> None:
     """Declare what a command that measures windows of books can be told of them, with its defaults."""
     parser.add_argument(
         "--book", type=Path, action="append", help=f"text or folder of texts; repeat for more (default: {BOOK.name})"
     )
+    parser.add_argument("--kind", type=list_of(str), default=kind, help=f"of {', '.join(TEXTS)}")
     parser.add_argument("--length", type=int, default=length, help="tokens of a window")
     parser.add_argument("--windows", type=int, help="how many (default: all that the books hold)")
     parser.add_argument("--concurrency", type=int, default=concurrency, help="windows in flight")
@@ -50,19 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser, length: int, concurrency: int
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
 
 
-def wrong_arguments(args: argparse.Namespace) -> list[tuple[bool, str]]:
-    """Whether each of `add_arguments` is wrong, and what to say then; names the books that are the default."""
+def refuse_wrong(parser: argparse.ArgumentParser, args: argparse.Namespace, *further: tuple[bool, str]) -> None:
+    """End the command where one of `add_arguments` is wrong, or of `further` ones; name the books that are the default.
+
+    Each of the latter is whether it is wrong, and what to say then.
+    """
     args.book = args.book or [BOOK]
-    return [
+    for wrong, message in (
+        *further,
+        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
         (args.windows is not None and args.windows < 1, "--windows must be at least 1"),
         (args.concurrency < 1, "--concurrency must be at least 1"),
         (len({path.name for path in args.book}) < len(args.book), "--book: two files have the same name"),
-    ]
-
-
-def read_windows(args: argparse.Namespace, encode: Callable[[str], Sequence[int]]) -> list[Window]:
-    """The windows that a command line asks for, by the tokenizer `encode`; see `make_windows`."""
-    return make_windows(read_tokens(args.book, encode), args.length, args.windows, args.seed, args.stride)
+    ):
+        if wrong:
+            parser.error(message)
 
 
 def read_tokens(books: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +21,39 @@ PREFILLED = {"prefill_sparse_tokens": 64, "prefill_dense_tokens": 0, "prefill_pa
 PREFILLED |= {"prefill_pairs_causal": 12}
 
 
-def listen(method: str | None = None, prefill: str | None = None) -> Server:
-    server = Server()
-    if method or prefill:
-        config = {"min_seq_len": 4096, "dense_fallback": "auto", "active_ratio": 0.1, "rectify_interval": 32}
-        state = {"method": method, "config": config if method else None, **dict.fromkeys(COUNTED, 0)}
-        if prefill:
-            counts = dict.fromkeys(PREFILL_COUNTED, 0)
-            state["prefill"] = {"method": prefill, "config": {"crossover_tokens": 8192}, **counts}
-        server.info = {"version": "1", "internal_states": [{"sparse": state}]}
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    return server
+Listen = Callable[..., Server]
+Run = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture
-def sparse() -> Iterator[Server]:
-    server = listen("resa")
-    yield server
-    server.shutdown()
+def listen() -> Iterator[Listen]:
+    """Starts servers with a decode and a prefill method."""
+    with contextlib.ExitStack() as stack:
+
+        def start(method: str | None = None, prefill: str | None = None) -> Server:
+            server = Server()
+            if method or prefill:
+                config = {"min_seq_len": 4096, "dense_fallback": "auto", "active_ratio": 0.1, "rectify_interval": 32}
+                state = {"method": method, "config": config if method else None, **dict.fromkeys(COUNTED, 0)}
+                if prefill:
+                    counts = dict.fromkeys(PREFILL_COUNTED, 0)
+                    state["prefill"] = {"method": prefill, "config": {"crossover_tokens": 8192}, **counts}
+                server.info = {"version": "1", "internal_states": [{"sparse": state}]}
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+            stack.callback(server.shutdown)
+            return server
+
+        yield start
 
 
 @pytest.fixture
-def prefilling() -> Iterator[Server]:
-    server = listen(None, "anchor")
-    yield server
-    server.shutdown()
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Compares a server: exit status, and what was printed."""
+
+    def compared(server: Server, *arguments: str) -> tuple[int, Any]:
+        return compare.main(["--base-url", server.url, "--out", str(tmp_path), *arguments]), capsys.readouterr()
+
+    return compared
 
 
 @pytest.fixture
@@ -77,40 +85,31 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def test_one_server_is_its_own_reference(
-    sparse: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    random = listen("random_pages")
-    control = ["--control", f"random_pages={random.url}"]
-    arguments = ["--base-url", sparse.url, "--out", str(tmp_path), "--set", "niah", "--lengths", "8k", *control]
-    assert compare.main([*arguments, "--n", "300", "--strict"]) == 0
-    random.shutdown()
+def test_one_server_is_its_own_reference(listen: Listen, run: Run, calls: list[list[str]], tmp_path: Path) -> None:
+    sparse, control = listen("resa"), f"random_pages={listen('random_pages').url}"
+    status, said = run(sparse, "--set", "niah", "--lengths", "8k", "--control", control, "--n", "300", "--strict")
+    assert status == 0
     first, second = calls
     assert first[first.index("--compare-url") + 1] == sparse.url
     assert first[first.index("--compare-custom-params") + 1] == '{"sparse": false}'
     # Three hundred questions over five depths.
     assert first[first.index("--n") + 1] == second[second.index("--n") + 1] == "60"
     assert second[second.index("--expect") + 1] == "random_pages" and "--compare-url" not in second
-    assert "| niah: single | 8k | 300 |" in capsys.readouterr().out
+    assert "| niah: single | 8k | 300 |" in said.out
     (line,) = [row for row in read_rows(tmp_path / "compare.jsonl") if row["kind"] == "summary"]
     assert line["gates"] and line["verdict"] == "same" and line["random_pages"] == 0 and line["density"] == 0.1
 
 
-def test_a_stock_server_is_not_asked_for_anything(sparse: Server, calls: list[list[str]], tmp_path: Path) -> None:
+def test_a_stock_server_is_not_asked_for_anything(listen: Listen, run: Run, calls: list[list[str]]) -> None:
     dense = listen()
-    arguments = ["--base-url", sparse.url, "--compare-url", dense.url, "--out", str(tmp_path), "--lengths", "8k"]
-    assert compare.main([*arguments, "--set", "niah", "--strict"]) == 1, "without a control nothing gates"
+    status, _ = run(listen("resa"), "--compare-url", dense.url, "--lengths", "8k", "--set", "niah", "--strict")
+    assert status == 1, "without a control nothing gates"
     assert "--compare-custom-params" not in calls[0] and dense.url in calls[0]
-    dense.shutdown()
 
 
-def test_a_part_that_fails_does_not_hide_the_others(
-    sparse: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--base-url", sparse.url, "--out", str(tmp_path), "--set", "ruler,niah", "--lengths", "8k"]
-    assert compare.main(arguments) == 1
-    shown = capsys.readouterr()
-    assert "eval.ruler failed" in shown.err and "niah: single" in shown.out and [c[0] for c in calls][1] == "eval.niah"
+def test_a_part_that_fails_does_not_hide_the_others(listen: Listen, run: Run, calls: list[list[str]]) -> None:
+    status, said = run(listen("resa"), "--set", "ruler,niah", "--lengths", "8k")
+    assert status == 1 and "eval.ruler failed" in said.err and "niah: single" in said.out and calls[1][0] == "eval.niah"
 
 
 def test_quick_asks_little_unless_more_is_asked_for() -> None:
@@ -126,7 +125,7 @@ def test_quick_asks_little_unless_more_is_asked_for() -> None:
 
 
 def test_an_interrupted_run_says_what_is_left(
-    sparse: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    listen: Listen, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One part is done, one has begun, one is left."""
 
@@ -141,10 +140,8 @@ def test_an_interrupted_run_says_what_is_left(
 
     monkeypatch.setattr("eval.niah.main", niah)
     monkeypatch.setattr("eval.ruler.main", ruler)
-    parts = "niah,ruler,infinitebench"
-    assert compare.main(["--base-url", sparse.url, "--out", str(tmp_path), "--set", parts, "--lengths", "8k"]) == 130
-    shown = capsys.readouterr().err
-    assert "niah: done\n  ruler: begun, 1 rows\n  infinitebench: left" in shown
+    status, said = run(listen("resa"), "--set", "niah,ruler,infinitebench", "--lengths", "8k")
+    assert status == 130 and "niah: done\n  ruler: begun, 1 rows\n  infinitebench: left" in said.err
 
 
 @pytest.mark.parametrize("name", compare.PARTS)
@@ -180,20 +177,18 @@ def test_how_argparse_ends_a_part_ends_no_other(capsys: pytest.CaptureFixture[st
     assert "--lengths" in capsys.readouterr().err
 
 
-def test_a_control_of_another_method_is_refused_first(
-    sparse: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_control_of_another_method_is_refused_first(listen: Listen, run: Run, calls: list[list[str]]) -> None:
+    sparse = listen("resa")
     control = f"true_mass={sparse.url}"
-    arguments = ["--base-url", sparse.url, "--out", str(tmp_path), "--set", "niah", "--lengths", "8k"]
-    assert compare.main([*arguments, "--control", control]) == 1 and not calls
-    assert f"--control {control}: the server there runs resa" in capsys.readouterr().err
+    status, said = run(sparse, "--set", "niah", "--lengths", "8k", "--control", control)
+    assert status == 1 and not calls and f"--control {control}: the server there runs resa" in said.err
 
 
 def test_texts_that_the_server_decodes_dense_are_refused_first(
-    sparse: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    listen: Listen, run: Run, calls: list[list[str]]
 ) -> None:
-    assert compare.main(["--base-url", sparse.url, "--out", str(tmp_path), "--lengths", "2k,8k"]) == 1
-    assert "texts of 2048 tokens dense: its min_seq_len is 4096" in capsys.readouterr().err and not calls
+    status, said = run(listen("resa"), "--lengths", "2k,8k")
+    assert status == 1 and "texts of 2048 tokens dense: its min_seq_len is 4096" in said.err and not calls
 
 
 @pytest.mark.parametrize(
@@ -217,16 +212,16 @@ LONG = ["--lengths", "8k,16k", "--text-length", "16k"]
 
 
 def test_prefill_alone_is_judged_by_its_suites(
-    prefilling: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    listen: Listen, run: Run, calls: list[list[str]], tmp_path: Path
 ) -> None:
+    prefilling = listen(None, "anchor")
     assert prefilling.info
     prefilling.info["internal_states"][0]["sparse"]["prefill"]["config"]["crossover_tokens"] = 0
     # ruler always fails.
-    assert compare.main(["--base-url", prefilling.url, "--out", str(tmp_path), *LONG]) == 1
-    assert [line[0] for line in calls] == ["eval.niah", "eval.ruler", "eval.infinitebench"]
+    status, shown = run(prefilling, *LONG)
+    assert status == 1 and [line[0] for line in calls] == ["eval.niah", "eval.ruler", "eval.infinitebench"]
     first = calls[0]
     assert first[first.index("--compare-custom-params") + 1] == '{"sparse": false}'
-    shown = capsys.readouterr()
     assert "| left out of prefill |" in shown.out and shown.out.count("| 75.0 % |") == 2
     assert "anchor is a prefill method: long_generation and ppl judge decode, and are left out" in shown.err
     lines = [row for row in read_rows(tmp_path / "compare.jsonl") if row["kind"] == "summary"]
@@ -247,28 +242,22 @@ def test_prefill_alone_is_judged_by_its_suites(
     ],
 )
 def test_what_does_not_fit_prefill_is_refused_first(
-    prefilling: Server,
-    calls: list[list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    listen: Listen, run: Run, calls: list[list[str]], arguments: list[str], message: str
 ) -> None:
-    assert compare.main(["--base-url", prefilling.url, "--out", str(tmp_path), *arguments]) == 1 and not calls
-    assert message in capsys.readouterr().err
+    status, said = run(listen(None, "anchor"), *arguments)
+    assert status == 1 and not calls and message in said.err
 
 
-def test_a_control_has_the_prefill_of_the_judged_server(calls: list[list[str]], tmp_path: Path) -> None:
+def test_a_control_has_the_prefill_of_the_judged_server(listen: Listen, run: Run, calls: list[list[str]]) -> None:
     both, control, other = listen("resa", "anchor"), listen("random_pages", "anchor"), listen("random_pages")
-    arguments = ["--base-url", both.url, "--out", str(tmp_path), "--set", "niah", "--lengths", "16k"]
-    assert compare.main([*arguments, "--control", f"random_pages={other.url}"]) == 1 and not calls
-    assert compare.main([*arguments, "--control", f"random_pages={control.url}"]) == 0
+    arguments = ["--set", "niah", "--lengths", "16k", "--control"]
+    assert run(both, *arguments, f"random_pages={other.url}")[0] == 1 and not calls
+    assert run(both, *arguments, f"random_pages={control.url}")[0] == 0
     assert calls[1][calls[1].index("--expect") + 1] == "random_pages+anchor"
-    for server in (both, control, other):
-        server.shutdown()
 
 
 def test_servers_are_started_with_their_methods_and_confirm_them(
+    listen: Listen,
     calls: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -293,8 +282,6 @@ def test_servers_are_started_with_their_methods_and_confirm_them(
     assert "the base server runs anchor, expected resa+anchor" in capsys.readouterr().err
     decode = ["--sparse-method", "resa", "--sparse-config", '{"dense_fallback": "never"}']
     assert started["sparse"] == ["m", "--tp", "2", *decode, *prefill]
-    for server in runs.values():
-        server.shutdown()
 
 
 def test_how_many_questions_decide() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from suites import TOKENS, suite_of
 
 from eval.infinitebench import InfiniteBenchSuite
-from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.tasks.infinitebench_scores import SCORES, leading_share_after_first
@@ -286,7 +285,3 @@ def test_what_is_wrong_is_named(folder: Path) -> None:
 def test_a_length_without_room_is_refused() -> None:
     with pytest.raises(EvaluationError, match="has no room for its question"):
         make().build(Case("gen_code_run", 512, None, 4))
-
-
-def test_the_command_line_has_help() -> None:
-    assert "--templates" in runner.parser_of(InfiniteBenchSuite).format_help()

@@ -1,8 +1,10 @@
-"""The flow of the drift command, without a server: comparisons, proofs, resume and refusals."""
+"""The drift command without a server: outputs, settings, comparisons, proofs, resume, refusals and figures."""
 
+import argparse
 import asyncio
 import json
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,8 @@ from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import Record, read_rows
 from eval.long_generation import Run, distributions, divergences, require_forcing
 from eval.scores.divergence import kl
-from eval.scores.long_summary import proven, summarise
-from eval.tasks.long_outputs import NOISE, Checkpoint, Output, Setting
+from eval.scores.long_summary import plot, proven, summarise
+from eval.tasks.long_outputs import NOISE, Checkpoint, Output, Setting, checkpoints_of, make_outputs, make_settings
 
 BEST = [[math.log(0.6), 1, None], [math.log(0.3), 2, None], [math.log(0.1), 3, None]]
 DRIFTED = [[math.log(0.5), 2, None], [math.log(0.4), 1, None], [math.log(0.1), 3, None]]
@@ -200,3 +202,133 @@ def test_files_of_other_commands_are_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "x.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}))
     assert long_generation.main(["--from", str(tmp_path / "x.jsonl")]) == 1
     assert "no file of eval.long_generation: its header names eval.niah" in capsys.readouterr().err
+
+
+CONFIG = {"active_ratio": 0.1, "rectify_interval": 32, "page_size": 16, "min_pages": 1, "dense_fallback": "never"}
+
+
+def test_checkpoints() -> None:
+    assert checkpoints_of("book", None, 1024) == [64, 128, 256, 512, 1024]
+    assert checkpoints_of("book", None, 300) == [64, 128, 256, 300]
+    assert checkpoints_of("records", None, 1024) == [256, 512, 1024]
+    assert checkpoints_of("book", None, 40) == [40]
+    assert checkpoints_of("book", [512, 32, 32], 1024) == [32, 512]
+    for wrong in ([0], [2000], []):
+        with pytest.raises(EvaluationError, match="from 1 to 1024"):
+            checkpoints_of("book", wrong, 1024)
+
+
+def test_settings() -> None:
+    found = make_settings(CONFIG, [], [128, 32], 1024)
+    assert [s.name for s in found] == ["noise", "off", "every 32", "every 128"]
+    assert [s.params for s in found] == [{"sparse": False}, *({"rectify_interval": f} for f in (0, 32, 128))]
+    found = make_settings(CONFIG, [0.05, 0.1], [], 1024)[1:]
+    assert [s.name for s in found] == [f"{s}, ratio {r}" for r in ("0.05", "0.1") for s in ("off", "every 32")]
+    assert found[1].params == {"active_ratio": 0.05, "rectify_interval": 32}
+    assert [s.params for s in make_settings({}, [], [], 1024)] == [{"sparse": False}, {}]
+    assert len(make_settings({**CONFIG, "rectify_interval": 0}, [], [], 1024)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "ratios", "intervals", "message"),
+    [
+        ({"rectify_interval": 32}, [0.1], [], "no active_ratio"),
+        ({"active_ratio": 0.1}, [], [8], "never rectified"),
+        (CONFIG, [], [1], r"every \[1\] tokens"),
+        (CONFIG, [], [-8], r"every \[-8\] tokens"),
+        (CONFIG, [], [200], r"every \[200\] tokens.*shorter than the output of 200"),
+        ({**CONFIG, "rectify_interval": 512}, [], [], r"the server's own 512"),
+    ],
+)
+def test_wrong_settings(config: dict[str, Any], ratios: list[float], intervals: list[int], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        make_settings(config, ratios, intervals, 200)
+
+
+def test_outputs_of_a_book() -> None:
+    args = argparse.Namespace(n=3, prompt_length=50, seed=1)
+    said = make_outputs("book", {"one": range(1000)}, args, [16, 64], list, lambda p, n: [[len(q)] * n for q in p])
+    assert [output.index for output in said] == [0, 1, 2]
+    for output in said:
+        start = output.facts["start"]
+        assert output.prompt == tuple(range(start, start + 50)) and output.tokens == (50,) * 64
+        # The 32 positions before each checkpoint, as far as there are so many.
+        assert output.positions() == [*range(16), *range(32, 64)]
+        assert output.ids("book") == [f"book/{output.index}/16", f"book/{output.index}/64"]
+
+
+def test_outputs_of_records() -> None:
+    args = argparse.Namespace(n=2, prompt_length=200, seed=1)
+    texts: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        texts.append(text)
+        return [10_000 + ord(letter) for letter in text]
+
+    found = make_outputs("records", {"one": range(9000)}, args, [1000, 1500], encode, lambda p, n: [])
+    assert [(output.index, output.checkpoints[0].end) for output in found] == [
+        (0, 1000),
+        (0, 1500),
+        (1, 1000),
+        (1, 1500),
+    ]
+    for output in found:
+        (checkpoint,) = output.checkpoints
+        assert len(output.prompt) == 200 and len(output.tokens) == checkpoint.end
+        answer = "".join(chr(output.tokens[p] - 10_000) for p in output.positions())
+        text = "".join(chr(token - 10_000) for token in output.tokens if token >= 10_000)
+        # Told in the output and asked for at its end.
+        assert answer.removesuffix("<|im_end|>").isdigit() and text.count(answer.removesuffix("<|im_end|>")) == 2
+        assert 0.1 < output.facts["depth"] < 1
+    # Both lengths of a prompt tell and ask the same.
+    assert len(set(texts)) == len(texts)
+
+
+def hand_made(settings: Sequence[tuple[str, float | None, int | None, float]]) -> list[dict[str, Any]]:
+    rng = random.Random(0)
+    rows: list[dict[str, Any]] = [{"kind": "header", "command": long_generation.COMMAND}]
+    for name, ratio, every, level in settings:
+        for index in range(8):
+            for position in (64, 256, 1024):
+                scores = {"kl": level * position / 64 * rng.uniform(0.5, 1.5), "agreement": 1 - level}
+                row = {"task": "book", "arm": name, "ratio": ratio, "interval": every, "index": index}
+                rows.append({"kind": "item", **row, "position": position, "scores": scores})
+    return rows
+
+
+HAND_MADE = hand_made([("noise", None, None, 0.0), ("off", None, 0, 0.02), ("every 32", None, 32, 0.01)])
+
+
+def test_figures_of_hand_made_rows() -> None:
+    summary = summarise(HAND_MADE, seed=3)
+    assert summary == summarise(HAND_MADE, seed=3) and len(summary) == 9
+    off = [row for row in summary if row["arm"] == "off"]
+    assert all(row["kl_interval"][0] < row["kl"] < row["kl_interval"][1] for row in off)
+    assert off[0]["kl"] < off[1]["kl"] < off[2]["kl"] and off[0]["agreement"] == pytest.approx(0.98)
+    for row in summary:
+        if row["arm"] == "every 32":
+            assert row["kl_change_interval"][0] < row["kl_change"] < row["kl_change_interval"][1] < 0
+
+
+def test_unfinished_files_are_refused() -> None:
+    with pytest.raises(EvaluationError, match=r"every 32 has 23 items where noise has 24.*not finished"):
+        summarise(HAND_MADE[:-1])
+    with pytest.raises(EvaluationError, match="no items"):
+        summarise(HAND_MADE[:1])
+
+
+def test_plot_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in HAND_MADE))
+    assert long_generation.main(["--from", str(file), "--plot", str(tmp_path / "new" / "drift")]) == 0
+    assert "every 32" in capsys.readouterr().out
+    drawn = (tmp_path / "new" / "drift.svg").read_text()
+    for text in ("dense again (noise)", "off", "every 32", "KL(dense, sparse), nats", "1024"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def test_plot_has_a_column_for_each_text(tmp_path: Path) -> None:
+    both = [*summarise(HAND_MADE), *({**row, "task": "records"} for row in summarise(HAND_MADE))]
+    plot(both, tmp_path / "drift")
+    drawn = (tmp_path / "drift.svg").read_text()
+    assert "<!-- book -->" in drawn and "<!-- records -->" in drawn

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from suites import TOKENS, suite_of
 
-from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case
 from eval.math import INSTRUCTION, MathSuite, judge, question_and_answer
@@ -125,7 +124,3 @@ def test_files_must_be_there_and_have_different_names(tmp_path: Path) -> None:
     files = [write(folder / "a.jsonl", AIME) for folder in (tmp_path, tmp_path / "other")]
     with pytest.raises(EvaluationError, match=r"other/a.jsonl: there is a task a already"):
         make("--data", *files).cases()
-
-
-def test_the_command_line_has_help() -> None:
-    assert "--samples" in runner.parser_of(MathSuite).format_help()

@@ -3,18 +3,21 @@
 import argparse
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from openai_stub import Server
 
+from eval.infinitebench import InfiniteBenchSuite
 from eval.live import client, runner
 from eval.live.arms import Arm, require_proof
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
 from eval.live.suite import Case, Prompt, Suite
+from eval.longbench import LongBenchSuite
+from eval.math import MathSuite
 
 TOKENIZER = str(Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa")
 
@@ -45,45 +48,62 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found = Server()
     threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
     original = client.post
-    monkeypatch.setattr("eval.live.completions.post", lambda c, p, r: original(c, p, r, pause=0.01))
+    monkeypatch.setattr("eval.live.client.post", lambda c, p, r: original(c, p, r, pause=0.01))
     yield found
     found.shutdown()
 
 
-def command(server: Server, out: Path, *more: str) -> list[str]:
-    return ["--base-url", server.url, "--tokenizer", TOKENIZER, "--out", str(out), "--revision", "r", *more]
+Ask = Callable[..., tuple[int, list[dict[str, Any]], Any]]
 
 
-def test_any_openai_server_is_scored(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def ask(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs a suite against the server: exit status, rows of its file, and what it printed."""
+
+    def run(*more: str, suite: type[Suite] = Sums, out: str = "run.jsonl") -> tuple[int, list[dict[str, Any]], Any]:
+        path = tmp_path / out
+        needed = ["--base-url", server.url, "--tokenizer", TOKENIZER, "--out", str(path), "--revision", "r"]
+        status = runner.main(suite, [*needed, *more])
+        return status, read_rows(path) if path.exists() else [], capsys.readouterr()
+
+    return run
+
+
+def kind(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["kind"] == name]
+
+
+@pytest.mark.parametrize(
+    ("suite", "option"),
+    [(InfiniteBenchSuite, "--templates"), (LongBenchSuite, "--version"), (MathSuite, "--samples")],
+)
+def test_the_command_line_has_help(suite: type[Suite], option: str) -> None:
+    assert option in runner.parser_of(suite).format_help()
+
+
+def test_any_openai_server_is_scored(server: Server, ask: Ask) -> None:
     server.busy = 2
-    assert runner.main(Sums, command(server, tmp_path / "run.jsonl", "--custom-params", '{"sparse": false}')) == 0
-    rows = read_rows(tmp_path / "run.jsonl")
-    assert [row["kind"] for row in rows] == ["header", *["item"] * 4, "summary"]
+    status, rows, said = ask("--custom-params", '{"sparse": false}')
+    assert status == 0 and [row["kind"] for row in rows] == ["header", *["item"] * 4, "summary"]
     summary = rows[-1]
     assert summary["score"] == summary["digits"] == 1.0 and summary["n"] == 4 and summary["density"] is None
     assert all(request["custom_params"] == {"sparse": False} for request in server.asked)
     assert server.asked[0]["model"] == "tiny" and server.asked[0]["temperature"] == 0.0
     item = rows[1]
     assert item["prompt_tokens"] == 16 and item["completion_tokens"] == 1 and item["output"] in item["answers"]
-    assert "1.0" in capsys.readouterr().out
+    assert "1.0" in said.out
 
 
-def test_further_fields_are_arms_of_the_base_server(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run.jsonl"
+def test_further_fields_are_arms_of_the_base_server(server: Server, ask: Ask) -> None:
     more = ("--also", 'few={"active_ratio": 0.05}', "--custom-params", '{"rectify_interval": 0}', "--concurrency", "1")
-    assert runner.main(Sums, command(server, out, *more)) == 0
+    status, rows, _ = ask(*more)
     fields = [{"rectify_interval": 0}] * 4 + [{"rectify_interval": 0, "active_ratio": 0.05}] * 4
-    assert [request["custom_params"] for request in server.asked] == fields
-    rows = read_rows(out)
-    assert [(row["arm"], row["n"]) for row in rows if row["kind"] == "summary"] == [("base", 4), ("few", 4)]
+    assert status == 0 and [request["custom_params"] for request in server.asked] == fields
+    assert [(row["arm"], row["n"]) for row in kind(rows, "summary")] == [("base", 4), ("few", 4)]
     for wrong in ("few", "few=0.05", 'base={"sparse": false}'):
-        assert runner.main(Sums, command(server, tmp_path / "wrong.jsonl", "--also", wrong)) == 1
-        assert (
-            f"--also must be NAME=JSON, such as half={{\"active_ratio\": 0.5}}, got '{wrong}'"
-            in capsys.readouterr().err
-        )
+        status, _, said = ask("--also", wrong)
+        message = f"--also must be NAME=JSON, such as half={{\"active_ratio\": 0.5}}, got '{wrong}'"
+        assert status == 1 and message in said.err
 
 
 class Turns(Sums):
@@ -94,12 +114,12 @@ class Turns(Sums):
         return Prompt(prompt.tokens, prompt.answers, 4, before=[5, 6])
 
 
-def test_a_turn_before_is_asked_first_and_does_not_count(server: Server, tmp_path: Path) -> None:
-    assert runner.main(Turns, command(server, tmp_path / "run.jsonl", "--concurrency", "1")) == 0
-    rows = [row for row in read_rows(tmp_path / "run.jsonl") if row["kind"] == "item"]
+def test_a_turn_before_is_asked_first_and_does_not_count(server: Server, ask: Ask) -> None:
+    status, rows, _ = ask("--concurrency", "1", suite=Turns)
     # An estimate of the time is for more questions.
-    assert [len(request["prompt"]) for request in server.asked] == [2, 16] * 4
-    assert [row["scores"]["score"] for row in rows] == [1.0] * 4 and rows[0]["prompt_tokens"] == 16
+    assert status == 0 and [len(request["prompt"]) for request in server.asked] == [2, 16] * 4
+    items = kind(rows, "item")
+    assert [row["scores"]["score"] for row in items] == [1.0] * 4 and items[0]["prompt_tokens"] == 16
 
 
 class Lengths(Sums):
@@ -113,16 +133,13 @@ class Lengths(Sums):
         return Prompt([*[7] * ((case.length or 0) - 5), number], [str(number)], 4)
 
 
-def test_lengths_are_asked_one_by_one_or_mixed(server: Server, tmp_path: Path) -> None:
+def test_lengths_are_asked_one_by_one_or_mixed(server: Server, ask: Ask) -> None:
     def asked(out: str, *more: str) -> tuple[list[int], list[dict[str, Any]]]:
         server.info = {"version": "1", "internal_states": [{"sparse": Prefilling()}]}
         server.asked.clear()
-        given = ("--concurrency", "1", "--n", "8", *more)
-        assert runner.main(Lengths, command(server, tmp_path / out, *given)) == 0
-        rows = read_rows(tmp_path / out)
-        assert len([row for row in rows if row["kind"] == "summary"]) == 2
-        counts = [row for row in rows if row["kind"] == "counters"]
-        return [len(request["prompt"]) for request in server.asked], counts
+        status, rows, _ = ask("--concurrency", "1", "--n", "8", *more, suite=Lengths, out=out)
+        assert status == 0 and len(kind(rows, "summary")) == 2
+        return [len(request["prompt"]) for request in server.asked], kind(rows, "counters")
 
     lengths, counts = asked("a.jsonl")
     assert lengths == sorted(lengths) and [(row["length"], row["items"]) for row in counts] == [(20, 8), (30, 8)]
@@ -132,50 +149,30 @@ def test_lengths_are_asked_one_by_one_or_mixed(server: Server, tmp_path: Path) -
     assert asked("c.jsonl", "--mixed")[0] == lengths, "the order is the seed's"
 
 
-def test_mixed_lengths_have_no_sparsity_each(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        runner.main(Sums, command(server, tmp_path / "a.jsonl", "--mixed", "--least-sparsity", "0.5"))
-    assert "--mixed counts all of them together" in capsys.readouterr().err
-
-
-def test_two_servers_are_compared_question_by_question(server: Server, tmp_path: Path) -> None:
+def test_two_servers_are_compared_question_by_question(server: Server, ask: Ask) -> None:
     other = Server()
     threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
     server.error = 1
-    more = ("--compare-url", other.url, "--expect", "any", "--n", "50")
-    assert runner.main(Sums, command(server, tmp_path / "run.jsonl", *more)) == 0
+    status, rows, _ = ask("--compare-url", other.url, "--expect", "any", "--n", "50")
     other.shutdown()
-    base, compare = [row for row in read_rows(tmp_path / "run.jsonl") if row["kind"] == "summary"]
-    assert (base["arm"], base["score"], base["verdict"], base["lost"]) == ("base", 0.0, "worse", 50)
+    base, compare = kind(rows, "summary")
+    assert (status, base["arm"], base["score"], base["verdict"], base["lost"]) == (0, "base", 0.0, "worse", 50)
     assert (compare["arm"], compare["score"]) == ("compare", 1.0) and "verdict" not in compare
 
 
-def test_a_server_that_dies_loses_nothing(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_dies_loses_nothing(server: Server, ask: Ask, tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
     server.dies_after = 3
-    assert runner.main(Sums, command(server, out, "--n", "8", "--concurrency", "1")) == 1
-    assert "the same command goes on with it" in capsys.readouterr().err
-    kept = [row["id"] for row in read_rows(out) if row["kind"] == "item"]
-    assert len(kept) == 3
+    status, rows, said = ask("--n", "8", "--concurrency", "1")
+    assert status == 1 and "the same command goes on with it" in said.err and len(kind(rows, "item")) == 3
     out.write_text(out.read_text()[:-30])
     server.dies_after = 10**9
     asked = len(server.asked)
-    assert runner.main(Sums, command(server, out, "--n", "8", "--concurrency", "1")) == 0
-    assert len(server.asked) - asked == 6
-    assert read_rows(out)[-1]["n"] == 8
+    status, rows, _ = ask("--n", "8", "--concurrency", "1")
+    assert status == 0 and len(server.asked) - asked == 6 and rows[-1]["n"] == 8
     # A finished run asks nothing again.
-    assert runner.main(Sums, command(server, out, "--n", "8")) == 0 and len(server.asked) == asked + 6
-    assert [row["kind"] for row in read_rows(out)].count("summary") == 1
-
-
-def test_prompts_that_do_not_fit_fail_alone_and_void_the_run(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert runner.main(Sums, command(server, tmp_path / "a.jsonl", "--size", "101")) == 1
-    assert "a length of 101 tokens is wanted, the base server's context is 100" in capsys.readouterr().err
-    assert not (tmp_path / "a.jsonl").exists()
+    status, rows, _ = ask("--n", "8")
+    assert status == 0 and len(server.asked) == asked + 6 and len(kind(rows, "summary")) == 1
 
 
 @pytest.mark.parametrize(
@@ -186,30 +183,25 @@ def test_prompts_that_do_not_fit_fail_alone_and_void_the_run(
         (("--expect", "resa"), "the base server runs no sparse method, expected resa"),
         (("--base-url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
         (("--base-url", "http://127.0.0.1:abc"), "Invalid port"),
+        (("--size", "101"), "a length of 101 tokens is wanted, the base server's context is 100"),
     ],
 )
-def test_errors_are_one_line(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], message: str
-) -> None:
-    assert runner.main(Sums, [*command(server, tmp_path / "run.jsonl"), *more]) == 1
-    error = capsys.readouterr().err
-    assert re.search(message, error) and "Traceback" not in error
+def test_errors_are_one_line_before_anything_is_written(ask: Ask, more: tuple[str, ...], message: str) -> None:
+    status, rows, said = ask(*more)
+    assert status == 1 and not rows and re.search(message, said.err) and "Traceback" not in said.err
 
 
-def test_a_method_must_be_confirmed_and_must_run(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_method_must_be_confirmed_and_must_run(server: Server, ask: Ask) -> None:
     state = {"method": "resa", "config": {}, **dict.fromkeys(COUNTED, 0)}
     server.info = {"version": "1", "internal_states": [{"sparse": state}]}
-    assert runner.main(Sums, command(server, tmp_path / "a.jsonl", "--expect", "dsa")) == 1
-    assert "the base server runs resa, expected dsa" in capsys.readouterr().err
-    assert runner.main(Sums, command(server, tmp_path / "b.jsonl")) == 1
-    assert "nothing of it was decoded sparse" in capsys.readouterr().err
+    status, _, said = ask("--expect", "dsa", out="a.jsonl")
+    assert status == 1 and "the base server runs resa, expected dsa" in said.err
     # Nor is it proven by asking again.
-    assert runner.main(Sums, command(server, tmp_path / "b.jsonl")) == 1
-    assert runner.main(Sums, command(server, tmp_path / "c.jsonl", "--expect", "any")) == 0
-    rows = read_rows(tmp_path / "c.jsonl")
-    assert [row["counters"]["decode_rows"] for row in rows if row["kind"] == "counters"] == [4]
+    for _ in range(2):
+        status, _, said = ask(out="b.jsonl")
+        assert status == 1 and "nothing of it was decoded sparse" in said.err
+    status, rows, _ = ask("--expect", "any", out="c.jsonl")
+    assert status == 0 and [row["counters"]["decode_rows"] for row in kind(rows, "counters")] == [4]
 
 
 def test_scores_of_rows_that_ran_dense_are_refused(server: Server) -> None:
@@ -243,22 +235,22 @@ class Prefilling(dict[str, Any]):
 
 
 @pytest.mark.parametrize("expect", ["auto", "anchor"])
-def test_sparse_prefill_alone_is_proven(server: Server, tmp_path: Path, expect: str) -> None:
+def test_sparse_prefill_alone_is_proven(server: Server, ask: Ask, expect: str) -> None:
     server.info = {"version": "1", "internal_states": [{"sparse": Prefilling()}]}
-    assert runner.main(Sums, command(server, tmp_path / "a.jsonl", "--expect", expect)) == 0
-    (row,) = [row for row in read_rows(tmp_path / "a.jsonl") if row["kind"] == "counters"]
-    assert row["sparsity"] == 0.75 and row["density"] is None
+    status, rows, _ = ask("--expect", expect)
+    (row,) = kind(rows, "counters")
+    assert status == 0 and row["sparsity"] == 0.75 and row["density"] is None
     assert {name: row["counters"][f"prefill_{name}"] for name in PREFILLED} == {k: 4 * v for k, v in PREFILLED.items()}
 
 
-def test_prefill_that_left_nothing_out_is_refused(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("expect", "message"),
+    [("auto", "prefill left nothing out of it"), ("resa", "the base server runs anchor, expected resa")],
+)
+def test_prefill_that_left_nothing_out_is_refused(server: Server, ask: Ask, expect: str, message: str) -> None:
     server.info = {"version": "1", "internal_states": [{"sparse": Prefilling(attended=120)}]}
-    assert runner.main(Sums, command(server, tmp_path / "a.jsonl")) == 1
-    assert "prefill left nothing out of it" in capsys.readouterr().err
-    assert runner.main(Sums, command(server, tmp_path / "b.jsonl", "--expect", "resa")) == 1
-    assert "the base server runs anchor, expected resa" in capsys.readouterr().err
+    status, _, said = ask("--expect", expect)
+    assert status == 1 and message in said.err
 
 
 def test_each_phase_proves_its_method(server: Server) -> None:
@@ -294,11 +286,18 @@ def test_counters_are_summed_over_ranks(server: Server) -> None:
     assert {name: state["prefill"][name] for name in PREFILLED} == {k: 2 * v for k, v in PREFILLED.items()}
 
 
-@pytest.mark.parametrize("flag", ["--least-sparsity", "--least-skipped"])
-@pytest.mark.parametrize("least", ["0", "1", "-0.1", "nan"])
-def test_a_share_that_is_none(
-    server: Server, tmp_path: Path, flag: str, least: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            ([flag, least], f"{flag} must be above 0 and below 1, got")
+            for flag in ("--least-sparsity", "--least-skipped")
+            for least in ("0", "1", "-0.1", "nan")
+        ),
+        (["--mixed", "--least-sparsity", "0.5"], "--mixed counts all of them together"),
+    ],
+)
+def test_shares_that_are_none(ask: Ask, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        runner.main(Sums, command(server, tmp_path / "run.jsonl", flag, least))
-    assert f"{flag} must be above 0 and below 1, got" in capsys.readouterr().err
+        ask(*arguments)
+    assert message in capsys.readouterr().err

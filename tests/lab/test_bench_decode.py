@@ -9,8 +9,9 @@ import pytest
 from eval.lab import bench_decode
 from eval.lab.bench_decode import parse, random_prompts, request_of, require_capacity
 from eval.lab.servers.decode_peers import Peer, bound_ratio, summarise
+from eval.lab.servers.server_facts import allocated
 from eval.live.client import Chunk, Stream, parse_stream
-from eval.live.counters import EvaluationError, allocated
+from eval.live.counters import EvaluationError
 from eval.serving.tpot import decode_figures, shared_window, whole_periods
 
 FACTS = {"max_total_num_tokens": 10_000, "page_size": 16, "disable_radix_cache": False}

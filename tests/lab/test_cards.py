@@ -8,9 +8,8 @@ import pytest
 
 from eval.lab.legs.leg import LEGS
 from eval.lab.tables import cards, weights
-from eval.lab.tables.weights import sensitive
+from eval.lab.tables.weights import rectification, sensitive
 from eval.live.record import read_rows, result_files
-from eval.scores.tables import rectification
 from sglang_sparse.methods.fingerprint import fingerprint
 
 ROOT = Path(__file__).parent.parent.parent

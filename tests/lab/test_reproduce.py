@@ -33,7 +33,7 @@ from eval.lab.servers.model_shapes import SHAPES
 from eval.lab.tables.goals import Goal, read_goals
 from eval.live.record import command_name
 from eval.live.runner import parser_of
-from eval.scores.prefill_ppl import BOUND
+from eval.ppl_prefill import BOUND
 from eval.texts.lengths import short_length
 from eval.texts.windows import read_tokens
 from sglang_sparse import tune

@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from eval.lab.servers.decode_peers import backend_of
-from eval.live.record import read_finished, sglang_of
+from eval.lab.servers.server_facts import sglang_of
+from eval.live.record import read_finished
 from eval.scores.tables import Column, Row, number, percent, table, text
 
 SPARSE = {"sparse": "sparse, never rectified", "rectified": "sparse, rectified"}

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 
+from eval.lab.servers.server_facts import sglang_of
 from eval.live.counters import EvaluationError
-from eval.live.record import command_name, read_finished, read_rows, sglang_of
+from eval.live.record import command_name, read_finished, read_rows
 
 COMMAND = "eval.lab.bench_decode"
 # Of a cache in float8, dense attention reads half the bytes, and answers something else.

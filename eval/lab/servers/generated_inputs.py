@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.lab.kernels.length_shares import share_at, shares
 from eval.lab.kernels.mla import COMMAND as MLA_COMMAND
 from eval.lab.kernels.prefill import COMMAND as PREFILL_COMMAND
 from eval.lab.servers import model_shapes
@@ -25,7 +26,6 @@ from eval.live.counters import EvaluationError
 from eval.serving.first_token import TASK
 from eval.serving.grid import ROBSA, Cell, dense_by_limits
 from eval.serving.inputs import Inputs, Row
-from eval.texts.lengths import share_at, shares
 
 ROOT = Path(__file__).parents[3]
 SERVER = ROOT / "eval" / "lab" / "structured" / "server"

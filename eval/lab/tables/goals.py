@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from eval.lab.kernels.prefill import with_search
+from eval.lab.servers.server_facts import sglang_of
 from eval.lab.structured.generator import near_target
 from eval.live.counters import EvaluationError
-from eval.live.record import command_name, read_rows, result_files, sglang_of
+from eval.live.record import command_name, read_rows, result_files
 from eval.scores.tables import Column, table, text
 
 # Share of a limit by which noise may exceed it.

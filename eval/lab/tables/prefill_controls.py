@@ -11,7 +11,7 @@ import numpy as np
 
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
-from eval.scores.prefill_ppl import BOUND, judge, judged, percent_interval, summarise
+from eval.ppl_prefill import BOUND, judge, judged, percent_interval, summarise
 from eval.scores.stats import resamples
 from eval.scores.tables import Column, Row, number, table, text
 

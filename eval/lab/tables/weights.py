@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eval.live.record import read_rows
+from eval.scores import ppl_summary
+from eval.scores.tables import RECTIFICATION, Column, Row, table, text
+from eval.scores.verdicts import NLL_MARGIN
+
 MODELS = Path(__file__).parents[2] / "models"
 CALIBRATION = "robsa.json"
 LABEL = "weights "
@@ -51,6 +56,26 @@ def sensitive(header: Mapping[str, Any]) -> str | None:
 def said(header: Mapping[str, Any]) -> dict[str, str | None]:
     """What the tables show of both."""
     return {"weights": weights(header), "sensitive": sensitive(header)}
+
+
+def rectification(*paths: Path, judged: int | None = None) -> str:
+    """Perplexity against the rectification interval, in files of ``eval.ppl_rectify``, and what they say of weights.
+
+    At the interval `judged` the perplexity must stay within `NLL_MARGIN` of the dense one, by the upper end of its 95 %
+    interval; None: no bound is set.
+    """
+    rows: list[Row] = []
+    for path in paths:
+        header, *found = read_rows(path)
+        rows += [{**said(header), **row} for row in ppl_summary.summarise(found)]
+
+    def verdict(row: Row) -> str:
+        if row["setting"] != "rectified" or row["interval"] != judged:
+            return ""
+        return f"{'within' if row['diff_interval'][1] <= NLL_MARGIN else 'not within'} {NLL_MARGIN:.1%}"
+
+    first: list[Column] = [("weights", text("weights")), ("sparse layers", text("sensitive"))]
+    return table(rows, [*first, *RECTIFICATION, ("verdict", verdict)])
 
 
 def calibrated(served: Mapping[str, Any]) -> str | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eval.texts.text import END_OF_TEXT, IM_END, PAD, SPECIAL_TOKENS, WORDS_FILE, common_words, read_books
+from eval.texts.text import END_OF_TEXT, IM_END, PAD, SPECIAL_TOKENS, WORDS_FILE, read_books
 
 VOCAB_SIZE = 4096
 MAX_LENGTH = 40960
@@ -51,6 +53,19 @@ def tokenizer_config() -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
+
+
+def common_words(books: Sequence[str], least: int = 40) -> list[str]:
+    """Lower-case words of 4-9 letters that stand at least `least` times in at least three books together, sorted."""
+    total: dict[str, int] = {}
+    in_books: dict[str, int] = {}
+    for book in books:
+        found = re.findall(r"(?<![A-Za-z'-])[a-z]{4,9}(?![A-Za-z'-])", book)
+        for word in found:
+            total[word] = total.get(word, 0) + 1
+        for word in set(found):
+            in_books[word] = in_books.get(word, 0) + 1
+    return sorted(word for word, n in total.items() if n >= least and in_books[word] >= 3)
 
 
 def main() -> None:

@@ -9,15 +9,15 @@ import pytest
 import serving_stubs
 from serving_stubs import FakeServer, after
 
+from eval import bench_serving
 from eval.lab.servers.generated_inputs import GeneratedInputs
 from eval.lab.structured.generator import read_recipe
 from eval.lab.tables.goals import goals_table
-from eval.serving import arguments
 
 HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 MLA_HEADS = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
 
-parse = partial(arguments.parse, inputs=GeneratedInputs)
+parse = partial(bench_serving.parse, inputs=GeneratedInputs)
 
 
 def made(server: FakeServer, instead: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import psutil
 import pytest
 import torch
 
-from eval.live import machine
-from eval.live.machine import PACKAGES, is_loopback, listening, machine_of, this_machine
+from eval.lab.servers import server_facts
+from eval.lab.servers.server_facts import is_loopback, listening, machine_of
+from eval.live.machine import PACKAGES, this_machine
 
 LISTENS = """
 import socket, time
@@ -36,7 +37,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def seen(monkeypatch: pytest.MonkeyPatch, *line: str) -> None:
     """Have a process with this command line listen, whatever is asked for."""
-    monkeypatch.setattr(machine, "listener", lambda port: list(line))
+    monkeypatch.setattr(server_facts, "listener", lambda port: list(line))
 
 
 @pytest.mark.parametrize("port", [["sglang.launch_server", "--port", "1", "--api-key", "a b", "--x"]], indirect=True)
@@ -118,5 +119,5 @@ def test_gpus_are_called_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     for names[:], stock, own in cases:
         assert machine_of(URL, {**STOCK, "device": "cuda"})["device"] == stock
-        assert this_machine() == {"device": own, "versions": machine.versions(PACKAGES)}
+        assert this_machine() == {"device": own, "versions": server_facts.versions(PACKAGES)}
     assert machine_of(URL, STOCK)["device"] == "cpu", "a server that does not use them"
