@@ -21,7 +21,7 @@ from sglang_sparse.attention.batch import (
 )
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import SPARSE
-from sglang_sparse.attention.decode import DecodePath, require_plain
+from sglang_sparse.attention.decode import DecodePath, require_known
 from sglang_sparse.attention.plan import DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_paths
@@ -262,13 +262,13 @@ class SparseAttentionBackend(DelegatingBackend):
             ``[tokens, q_heads * v_head_dim]``.
 
         Raises:
-            RuntimeError: a sparse layer needs attention that is not plain causal GQA or MLA.
+            RuntimeError: a sparse layer asks for more than a loaded model shows; a bug of this package.
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
         decodes_sparse = layer.layer_id in self._decoding.layers
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        require_plain(layer, k, kwargs, latent=self._latent)
+        require_known(layer, k, kwargs, latent=self._latent)
         if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
         elif decodes_sparse and mode.is_decode() and self._views is not None:

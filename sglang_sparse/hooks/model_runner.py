@@ -11,6 +11,7 @@ from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import apply, refusals
+from sglang_sparse.hooks.layer_checks import require_layers
 from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
@@ -44,10 +45,10 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
 def hook_method(original: Callable[[Any], None], runner: Any) -> None:
     """Around ``ModelRunner.load_model``: hook the seams of the server's method, before its model binds what they are.
 
-    What SGLang has downloaded meanwhile is judged then: the main process could not.
+    What SGLang has downloaded meanwhile is judged then, and what only its layers show: the main process could not.
 
     Raises:
-        SparseArgumentError: the weights do not fit the method.
+        SparseArgumentError: the weights do not fit the method, or a sparse layer is of a kind that is not served.
         UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -61,5 +62,8 @@ def hook_method(original: Callable[[Any], None], runner: Any) -> None:
         HookRegistry.apply_hooks()
     apply.verify(found)
     original(runner)
-    if settings is not None and found:
+    if settings is None or runner.is_draft_worker:
+        return
+    if found:
         refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)
+    require_layers(settings, runner.model, runner.model_config)

@@ -259,7 +259,10 @@ SEAMS = (
         "AROUND",
         "hooks.model_runner:hook_method",
         "scheduler",
-        "DSA: judge weights that were not at hand before; on a GPU hook the next ones first, in its servers only",
+        (
+            "refuse what only a loaded model shows; DSA: judge weights that were not at hand before, and on a GPU "
+            "hook the next ones first, in its servers only"
+        ),
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
