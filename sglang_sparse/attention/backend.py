@@ -22,7 +22,7 @@ from sglang_sparse.attention.batch import (
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import SPARSE
 from sglang_sparse.attention.decode import DecodePath, require_known
-from sglang_sparse.attention.plan import DecodePlan, plan_decode
+from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_paths
 from sglang_sparse.methods import aux_buffers
@@ -153,8 +153,8 @@ class SparseAttentionBackend(DelegatingBackend):
         return self._views[0] if self._views else None
 
     def begin(self, forward_batch: Any) -> None:
-        """Take the plan of the batch that runs next, which the scheduler has left on it as ``sparse_plan``."""
-        self._planned = getattr(forward_batch, "sparse_plan", None)
+        """Take the plan of the batch that runs next, which the scheduler has left on it."""
+        self._planned = getattr(forward_batch, PLAN, None)
 
     def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
         """Return what was decided for the batch that runs, of these KV lengths, ``[rows]`` on the CPU.

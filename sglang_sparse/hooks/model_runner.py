@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
+from sglang_sparse.attention.kv_scales import attend_in_the_cache
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import apply, refusals
@@ -31,6 +34,8 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     kv_pool = runner.token_to_kv_pool
     if not hasattr(kv_pool, memory.ATTRIBUTE):
         raise RuntimeError(f"the KV pool {type(kv_pool).__name__} was built without page summaries")
+    if kv_pool.dtype == torch.float8_e4m3fn:
+        attend_in_the_cache(backend, runner.model)
     wrapped = SparseAttentionBackend(backend, runner, settings)
     buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
     prefill_backend = arguments.of(runner.server_args).get_attention_backends()[0]
