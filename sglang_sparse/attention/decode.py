@@ -112,21 +112,24 @@ class DecodePath:
         self, method: DecodeMethod, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView
     ) -> torch.Tensor:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        caches = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
-        scales = layer.scaling, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
+        keys, values = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
+        k_scale, v_scale = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
         if isinstance(method, AttendsItself):
-            return method.attend(view, layer.layer_id, query, *caches, slots, *scales)
-        asked = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0), last_slots=slots)
+            return method.attend(view, layer.layer_id, query, keys, values, slots, layer.scaling, k_scale, v_scale)
+        asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=slots)
         selected = method.select(asked, layer.layer_id, query, self._aux)
         size, usual = _unit(selected, view)
         return sparse_decode(
             query,
-            *caches,
+            keys,
+            values,
             selected.indices,
             selected.counts,
             slots,
-            size,
-            *scales,
+            page_size=size,
+            sm_scale=layer.scaling,
+            k_scale=k_scale,
+            v_scale=v_scale,
             usual_pages=usual,
             arrivals=view.arrivals,
         )
@@ -157,9 +160,9 @@ class DecodePath:
             selected.indices,
             selected.counts,
             slots,
-            size,
-            layer.scaling,
-            query.kv_scale,
+            block_size=size,
+            sm_scale=layer.scaling,
+            kv_scale=query.kv_scale,
             usual_blocks=usual,
             # Selections are in ascending order of position.
             newest_last=True,
