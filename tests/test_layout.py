@@ -222,6 +222,18 @@ def test_no_net_too_wide(path: Path) -> None:
             assert not wide or relative(path) in BORDERS, f"line {node.lineno}"
 
 
+def test_no_call_of_the_product_takes_several_unpacked_tuples() -> None:
+    """Neither a reader nor a type checker can match what is in them to parameters."""
+    calls = [
+        f"{relative(path)}:{node.lineno}"
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "sglang_sparse")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and sum(isinstance(value, ast.Starred) for value in node.args) > 1
+    ]
+    assert calls == []
+
+
 def test_one_environment_variable() -> None:
     found = set()
     for path in SOURCES:

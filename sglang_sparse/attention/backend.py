@@ -21,8 +21,8 @@ from sglang_sparse.attention.batch import (
 )
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import SPARSE
-from sglang_sparse.attention.decode import DecodePath, require_plain
-from sglang_sparse.attention.plan import DecodePlan, plan_decode
+from sglang_sparse.attention.decode import DecodePath, require_known
+from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_paths
 from sglang_sparse.methods import aux_buffers
@@ -153,8 +153,8 @@ class SparseAttentionBackend(DelegatingBackend):
         return self._views[0] if self._views else None
 
     def begin(self, forward_batch: Any) -> None:
-        """Take the plan of the batch that runs next, which the scheduler has left on it as ``sparse_plan``."""
-        self._planned = getattr(forward_batch, "sparse_plan", None)
+        """Take the plan of the batch that runs next, which the scheduler has left on it."""
+        self._planned = getattr(forward_batch, PLAN, None)
 
     def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
         """Return what was decided for the batch that runs, of these KV lengths, ``[rows]`` on the CPU.
@@ -262,13 +262,13 @@ class SparseAttentionBackend(DelegatingBackend):
             ``[tokens, q_heads * v_head_dim]``.
 
         Raises:
-            RuntimeError: a sparse layer needs attention that is not plain causal GQA or MLA.
+            RuntimeError: a sparse layer asks for more than a loaded model shows; a bug of this package.
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
         decodes_sparse = layer.layer_id in self._decoding.layers
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        require_plain(layer, k, kwargs, latent=self._latent)
+        require_known(layer, k, kwargs, latent=self._latent)
         if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
         elif decodes_sparse and mode.is_decode() and self._views is not None:

@@ -15,6 +15,8 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
     from sglang_sparse.attention.batch import Views
     from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import DecodeMethod, ModelShape, SparseIndices
@@ -110,21 +112,24 @@ class DecodePath:
         self, method: DecodeMethod, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView
     ) -> torch.Tensor:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        caches = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
-        scales = layer.scaling, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
+        keys, values = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
+        k_scale, v_scale = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
         if isinstance(method, AttendsItself):
-            return method.attend(view, layer.layer_id, query, *caches, slots, *scales)
-        asked = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0), last_slots=slots)
+            return method.attend(view, layer.layer_id, query, keys, values, slots, layer.scaling, k_scale, v_scale)
+        asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=slots)
         selected = method.select(asked, layer.layer_id, query, self._aux)
         size, usual = _unit(selected, view)
         return sparse_decode(
             query,
-            *caches,
+            keys,
+            values,
             selected.indices,
             selected.counts,
             slots,
-            size,
-            *scales,
+            page_size=size,
+            sm_scale=layer.scaling,
+            k_scale=k_scale,
+            v_scale=v_scale,
             usual_pages=usual,
             arrivals=view.arrivals,
         )
@@ -155,9 +160,9 @@ class DecodePath:
             selected.indices,
             selected.counts,
             slots,
-            size,
-            layer.scaling,
-            query.kv_scale,
+            block_size=size,
+            sm_scale=layer.scaling,
+            kv_scale=query.kv_scale,
             usual_blocks=usual,
             # Selections are in ascending order of position.
             newest_last=True,
@@ -178,21 +183,12 @@ def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values if group.world_size == 1 else group.all_reduce(values).div_(group.world_size)
 
 
-def require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any], latent: bool) -> None:
-    """Refuse what start-up could not see in the model's config, rather than serve it wrongly."""
+def require_known(layer: RadixAttention, k: torch.Tensor | None, kwargs: Mapping[str, object], latent: bool) -> None:
+    """Check that a layer asks for nothing but what a loaded model shows, see ``hooks/layer_checks.py``."""
     arguments = sorted(name for name in kwargs if not (latent and name in SPLIT))
-    reasons = {
-        "KV shared with another layer": k is None,
-        "cross attention": layer.is_cross_attention,
-        f"attention type {layer.attn_type.value}": layer.attn_type.value != "decoder",
-        "a sliding window": layer.sliding_window_size > -1,
-        "a soft cap on the logits": bool(layer.logit_cap),
-        f"arguments {arguments}": bool(arguments),
-        "scales of its latents": latent and (layer.k_scale_float or 1.0) != 1.0,
-    }
-    found = [reason for reason, present in reasons.items() if present]
-    if found:
+    if k is None or arguments:
+        asked = f"arguments {arguments}" if arguments else "KV shared with another layer"
         raise RuntimeError(
-            f"layer {layer.layer_id} uses {' and '.join(found)}, which sparse attention does not serve; "
-            'leave the layer dense with the config field "layers"'
+            f"layer {layer.layer_id} uses {asked}, which the check of the loaded model should have refused: a bug of "
+            'sglang_sparse; leave the layer dense with the config field "layers"'
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from sglang_sparse.config import arguments
@@ -19,8 +18,7 @@ def complete_scales(_: None, *, model: Any, kv_cache_dtype: str) -> None:
 
     SGLang leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
     its FA3 and Triton backends end at the first prompt, and FlashInfer's writes keys with the scale and reads them
-    without. Those of a checkpoint have both already. Neither are read by FlashInfer's prefill where it attends to a
-    prefix apart from the chunk; so it attends to both in the cache.
+    without. Those of a checkpoint have both already.
 
     Raises:
         SparseArgumentError: SGLang has found no scales in the file, of which it says nothing.
@@ -52,8 +50,21 @@ def complete_scales(_: None, *, model: Any, kv_cache_dtype: str) -> None:
             'JSON {"model_type": …, "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": …}} with its type, and a '
             f"mapping for each of {server_args.tp_size} tensor-parallel ranks that has a scale for each layer"
         )
-    if any(getattr(layer, f"{name}_float") not in (None, 1.0) for layer in layers for name in ("k_scale", "v_scale")):
-        os.environ["SGLANG_FLASHINFER_USE_PAGED"] = "1"
+
+
+def attend_in_the_cache(dense: Any, model: Any) -> None:
+    """Let FlashInfer's prefill attend in the cache alone where that has scales: elsewhere it does not read them.
+
+    Args:
+        dense: the server's dense backend over float8 KV.
+        model: the loaded model.
+    """
+    layers = [layer for layer in model.modules() if hasattr(layer, "k_scale_float")]
+    if any(getattr(layer, name) not in (None, 1.0) for layer in layers for name in ("k_scale_float", "v_scale_float")):
+        # SGLang puts two into one where prefill and decode differ.
+        prefill = getattr(dense, "prefill_backend", dense)
+        if hasattr(prefill, "use_paged"):
+            prefill.use_paged = True
 
 
 def kv_bytes_per_token(kv_pool: Any) -> int:

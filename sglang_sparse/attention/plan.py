@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.base import DecodeMethod
     from sglang_sparse.methods.groups import DecodeGroups
 
+# The attribute of SGLang's ForwardBatch that has the plan of its pass.
+PLAN = "sparse_plan"
+
 
 class GroupPlan(NamedTuple):
     """How much the rows of a batch that runs sparse attend to in the layers of one method, in its blocks.

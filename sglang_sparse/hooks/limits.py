@@ -210,6 +210,10 @@ def _soft_cap(model: Any) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
+def _sinks(model_config: Any) -> bool:
+    return bool(model_config.has_attention_sinks)
+
+
 def _repeated_layers(model: Any) -> bool:
     return model.num_attention_layers != model.num_hidden_layers
 
@@ -229,7 +233,7 @@ MODEL_LIMITS = (
         "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
     ),
     ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
-    ModelLimit("model with attention sinks", lambda m: bool(m._detect_attention_sinks()), "not in the kernels yet"),
+    ModelLimit("model with attention sinks", _sinks, "not in the kernels yet"),
     ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
 )
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
+from sglang_sparse.attention.kv_scales import attend_in_the_cache
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import apply, refusals
+from sglang_sparse.hooks.layer_checks import require_layers
 from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
@@ -30,6 +34,8 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     kv_pool = runner.token_to_kv_pool
     if not hasattr(kv_pool, memory.ATTRIBUTE):
         raise RuntimeError(f"the KV pool {type(kv_pool).__name__} was built without page summaries")
+    if kv_pool.dtype == torch.float8_e4m3fn:
+        attend_in_the_cache(backend, runner.model)
     wrapped = SparseAttentionBackend(backend, runner, settings)
     buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
     prefill_backend = arguments.of(runner.server_args).get_attention_backends()[0]
@@ -44,10 +50,11 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
 def hook_method(original: Callable[[Any], None], runner: Any) -> None:
     """Around ``ModelRunner.load_model``: apply the hooks of the server's method before its model binds the functions.
 
-    Weights that SGLang has downloaded by then are checked afterwards, since the main process could not read them.
+    Weights that SGLang has downloaded by then are checked afterwards, and so are the layers: the main process could not
+    read either.
 
     Raises:
-        SparseArgumentError: the weights do not fit the method.
+        SparseArgumentError: the weights do not fit the method, or a sparse layer is of a kind that is not served.
         UnsupportedSGLangError: a hook is missing; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -61,5 +68,8 @@ def hook_method(original: Callable[[Any], None], runner: Any) -> None:
         HookRegistry.apply_hooks()
     apply.verify(found)
     original(runner)
-    if settings is not None and found:
+    if settings is None or runner.is_draft_worker:
+        return
+    if found:
         refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)
+    require_layers(settings, runner.model, runner.model_config)

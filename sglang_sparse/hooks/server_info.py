@@ -37,8 +37,11 @@ def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: Any,
     settings = settings_of(server_args)
     if settings is None:
         return
+    from sglang.srt.entrypoints.engine import SchedulerInitResult
+
+    (scheduled,) = (each for each in result if isinstance(each, SchedulerInitResult))
     asked = {"sparse_method": settings.name, "sparse_prefill_method": settings.prefill_name}
-    for rank, info in enumerate(result[3].scheduler_infos):
+    for rank, info in enumerate(scheduled.scheduler_infos):
         if any(info.get(field) != name for field, name in asked.items()):
             raise RuntimeError(
                 f"{settings.flag}: scheduler {rank} runs dense; the plugin is not active in its process "

@@ -259,7 +259,10 @@ SEAMS = (
         "AROUND",
         "hooks.model_runner:hook_method",
         "scheduler",
-        "DSA: check weights that SGLang has just downloaded; on a GPU first install the hooks below, for DSA only",
+        (
+            "refuse layers that are not served; DSA: check weights that SGLang has just downloaded; on a GPU first "
+            "install the hooks below, for DSA only"
+        ),
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",

@@ -135,16 +135,46 @@ class Resa(DecodeMethod):
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
         summary, local = pools.buffer(SUMMARY, layer_id), self.config.local_pages
-        tables, wanted = (view.page_table, view.n_pages), (view.n_select, view.max_select)
         # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
         # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
         if not self._by_votes:
-            scores = page_score(query, summary, *tables, view.scores, local, summaries_ready=True)
-            return SparseIndices(*page_topk(scores, *tables, *wanted, view.selected, view.stats, tables_ready=True))
+            scores = page_score(
+                query,
+                summary,
+                view.page_table,
+                view.n_pages,
+                out=view.scores,
+                local_pages=local,
+                summaries_ready=True,
+            )
+            indices, counts = page_topk(
+                scores,
+                view.page_table,
+                view.n_pages,
+                view.n_select,
+                view.max_select,
+                out=view.selected,
+                stats=view.stats,
+                tables_ready=True,
+            )
+            return SparseIndices(indices, counts)
         if self.config.group == "mean_query":
             query = query.unflatten(1, (summary.shape[1], -1)).mean(2, dtype=torch.float32)
-        rest = (view.logit_scale, view.scores, view.selected, view.stats, local)
-        return SparseIndices(*votes.select_by_votes(query, summary, *tables, *wanted, *rest, tables_ready=True))
+        indices, counts = votes.select_by_votes(
+            query,
+            summary,
+            view.page_table,
+            view.n_pages,
+            view.n_select,
+            view.max_select,
+            sm_scale=view.logit_scale,
+            scores=view.scores,
+            out=view.selected,
+            stats=view.stats,
+            local_pages=local,
+            tables_ready=True,
+        )
+        return SparseIndices(indices, counts)
 
     @property
     def _by_votes(self) -> bool:
@@ -162,9 +192,19 @@ class Resa(DecodeMethod):
             voters = model.num_q_heads if self.config.group == "vote" else model.num_kv_heads
             # Behind it the mean query, in float32.
             voted = votes.scratch_bytes(rows, voters, width) + rows * model.num_kv_heads * model.head_dim * 4
-        heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
-        usual = (view.usual_select, view.page_size)
-        return max(voted, scratch_bytes(rows, *heads, *dims, *usual, dtype, model.kv_dtype, device))
+        attended = scratch_bytes(
+            rows,
+            num_q_heads=model.num_q_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            v_head_dim=model.head_dim,
+            pages=view.usual_select,
+            page_size=view.page_size,
+            dtype=dtype,
+            kv_dtype=model.kv_dtype,
+            device=device,
+        )
+        return max(voted, attended)
 
 
 def _count(n_pages: torch.Tensor, ratio: float) -> torch.Tensor:

@@ -230,34 +230,70 @@ class Rocketkv(PromptSelector):
 
     def keep_scratch_bytes(self, model: ModelShape, prompts: int, max_context: int) -> int:
         """Scores of tokens and of blocks, the choice, and what the op takes."""
-        rows = (prompts, self.window_tokens, model.num_q_heads, model.num_kv_heads)
         results = prompts * model.num_kv_heads * (max_context + max_context // self.block_size + self.max_kept)
-        return window.scratch_bytes(*rows, max_context) + 4 * results
+        scored = window.scratch_bytes(
+            prompts,
+            window=self.window_tokens,
+            num_q_heads=model.num_q_heads,
+            num_kv_heads=model.num_kv_heads,
+            max_length=max_context,
+        )
+        return scored + 4 * results
 
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """Stage 2: of the visible blocks those that the group's queries may attend to most."""
         kept, summary = pools.require_kept(layer_id), pools.buffer(KT_CACHE, layer_id).flatten(0, 1)
         topr = self.config.topr or query.shape[-1]
-        tables = (kept.blocks[layer_id], kept.counts, kept.first_visible, view.requests)
-        rows = (view.page_table, view.n_pages, view.n_select)
         # Without columns where the method's buffers are not used.
         scratch = (*view.visible, view.scores) if view.scores.shape[2] else None
-        sizes = (topr, view.logit_scale, view.selected, view.stats, scratch)
-        return SparseIndices(*kt.kt_select(query, summary, *tables, *rows, *sizes, tables_ready=True))
+        indices, counts = kt.kt_select(
+            query,
+            summary,
+            kept=kept.blocks[layer_id],
+            n_kept=kept.counts,
+            first_visible=kept.first_visible,
+            requests=view.requests,
+            block_table=view.page_table,
+            n_blocks=view.n_pages,
+            n_select=view.n_select,
+            topr=topr,
+            sm_scale=view.logit_scale,
+            out=view.selected,
+            stats=view.stats,
+            scratch=scratch,
+            tables_ready=True,
+        )
+        return SparseIndices(indices, counts)
 
     def buffers(
         self, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[ViewBuffer, ...]:
         """Without lists of visible blocks and scores where the selection keeps both to itself."""
-        # A view is up to fifteen wider.
-        sizes = (model.num_q_heads, model.num_kv_heads, model.head_dim, width + 15, dtype)
-        if kt.uses_scratch(*sizes, KT_DTYPES[self.config.kt_cache_dtype], device):
-            return self.view_buffers
-        return ("page_table", "selected")
+        scratch = kt.uses_scratch(
+            num_q_heads=model.num_q_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            # A view is up to fifteen wider.
+            width=width + 15,
+            dtype=dtype,
+            summary_dtype=KT_DTYPES[self.config.kt_cache_dtype],
+            device=device,
+        )
+        return self.view_buffers if scratch else ("page_table", "selected")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """That of the scores and of the attention, one after the other."""
-        heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
-        rows, usual = len(view.n_pages), (view.usual_select, view.page_size)
-        scores = kt.scratch_bytes(rows, *heads, view.max_select)
-        return max(scores, scratch_bytes(rows, *heads, *dims, *usual, dtype, model.kv_dtype, device))
+        rows = len(view.n_pages)
+        attended = scratch_bytes(
+            rows,
+            num_q_heads=model.num_q_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            v_head_dim=model.head_dim,
+            pages=view.usual_select,
+            page_size=view.page_size,
+            dtype=dtype,
+            kv_dtype=model.kv_dtype,
+            device=device,
+        )
+        return max(kt.scratch_bytes(rows, model.num_q_heads, model.num_kv_heads, width=view.max_select), attended)

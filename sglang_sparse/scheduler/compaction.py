@@ -281,16 +281,16 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
     if settings is None or not (isinstance(method, PromptSelector) and method.compacts):
         yield
         return
-    room, sampling = _reserved_tokens(settings, method, adder, request), request.sampling_params
+    room, sampling_params = _reserved_tokens(settings, method, adder, request), request.sampling_params
     adder.memory_budget.total_offset += room
     adder.memory_budget.current_offset += room
-    ignores_eos = sampling.ignore_eos
+    ignores_eos = sampling_params.ignore_eos
     # Without a radix tree SGLang would look ahead to where such requests end, and count whole prompts as given back.
-    sampling.ignore_eos = False
+    sampling_params.ignore_eos = False
     try:
         yield
     finally:
-        sampling.ignore_eos = ignores_eos
+        sampling_params.ignore_eos = ignores_eos
         adder.memory_budget.total_offset -= room
         adder.memory_budget.current_offset -= room
 

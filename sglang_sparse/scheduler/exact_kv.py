@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.attention.plan import PLAN, plan_decode
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
@@ -38,7 +38,7 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
     if mode.is_decode():
         compacted = any(state.compacted for state in states)
         plan = plan_decode(backend.groups, batch.seq_lens_cpu, [state.options for state in states], compacted)
-        forward_batch.sparse_plan = plan
+        setattr(forward_batch, PLAN, plan)
         covered = plan.covered.tolist()
         exact = all(method.exact for method in settings.decode.methods)
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):

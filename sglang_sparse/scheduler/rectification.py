@@ -223,6 +223,11 @@ def finish_exactly(original: Callable[..., None], scheduler: Any, batch: Any, re
     setattr(scheduler.tree_cache, HELD, held)
     try:
         original(scheduler, batch, result)
+    except BaseException:
+        # As they are: what of them is exact is known.
+        for _, release in held:
+            release()
+        raise
     finally:
         delattr(scheduler.tree_cache, HELD)
     for spans in grouped([span for span, _ in held], config.rectify_max_batch, pass_tokens(scheduler.server_args)):

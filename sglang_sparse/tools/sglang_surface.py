@@ -21,8 +21,10 @@ PACKAGE = Path(__file__).parent.parent
 
 # SGLang's class of every variable, argument or attribute of this name in this package.
 CLASSES = {
+    "HookRegistry": "sglang.srt.plugins.hook_registry.HookRegistry",
     "adder": "sglang.srt.managers.schedule_policy.PrefillAdder",
     "allocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
+    "collector": "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
     "core": "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface",
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
     "forward_mode": "sglang.srt.model_executor.forward_batch_info.ForwardMode",
@@ -32,6 +34,7 @@ CLASSES = {
     "kvc": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
     "lock": "sglang.srt.mem_cache.base_prefix_cache.TreeLock",
     "logits_output": "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
+    "manager": "sglang.srt.managers.tokenizer_manager.TokenizerManager",
     "memory_budget": "sglang.srt.mem_cache.prefill_budget.PrefillBudget",
     "model_config": "sglang.srt.configs.model_config.ModelConfig",
     "model_runner": "sglang.srt.model_executor.model_runner.ModelRunner",
@@ -40,6 +43,7 @@ CLASSES = {
     "runner": "sglang.srt.model_executor.model_runner.ModelRunner",
     "running": "sglang.srt.managers.schedule_batch.ScheduleBatch",
     "sampling_params": "sglang.srt.sampling.sampling_params.SamplingParams",
+    "scheduled": "sglang.srt.entrypoints.engine.SchedulerInitResult",
     "scheduler": "sglang.srt.managers.scheduler.Scheduler",
     "server_args": "sglang_sparse.hooks.server_args.SparseServerArgs",
     "tree": "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",

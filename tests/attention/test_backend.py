@@ -94,10 +94,9 @@ def make_backend() -> SparseAttentionBackend:
 def forward(backend: SparseAttentionBackend, layer_id: int) -> torch.Tensor:
     """One layer of the step; its key is 1 + its id in every dimension. Returns that key."""
     layer = SimpleNamespace(
-        layer_id=layer_id, tp_q_head_num=1, qk_head_dim=DIM, scaling=1.0, k_scale=None, v_scale=None, logit_cap=0.0
+        layer_id=layer_id, tp_q_head_num=1, qk_head_dim=DIM, scaling=1.0, k_scale=None, v_scale=None
     )
-    vars(layer).update(k_scale_float=None, v_scale_float=None, is_cross_attention=False, sliding_window_size=-1)
-    layer.attn_type = SimpleNamespace(value="decoder")
+    vars(layer).update(k_scale_float=None, v_scale_float=None)
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
     key = torch.full((1, HEADS, DIM), 1.0 + layer_id)
@@ -122,19 +121,18 @@ def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
         assert torch.equal(early, keys[layer]) and late.count_nonzero() == 0
 
 
-def test_a_sparse_layer_must_be_plain_in_every_pass() -> None:
+def test_a_sparse_layer_asks_for_nothing_that_the_loaded_model_does_not_show() -> None:
     backend = make_backend()
     backend._views = None
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
     key = torch.ones(1, HEADS, DIM)
-    layer = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=64, logit_cap=0.0)
-    layer.attn_type = SimpleNamespace(value="decoder")
-    with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses a sliding window"):
-        backend.forward(torch.ones(1, DIM), key, key, layer, batch)
-    layer.sliding_window_size, layer.is_cross_attention = -1, True
-    with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses cross attention, which sparse attention does not"):
-        backend.forward(torch.ones(1, DIM), key, key, layer, batch)
+    layer = SimpleNamespace(layer_id=LAYERS[0])
+    missing: Any = None
+    with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses KV shared with another layer"):
+        backend.forward(torch.ones(1, DIM), missing, key, layer, batch)
+    with pytest.raises(RuntimeError, match=rf"layer {LAYERS[0]} uses arguments \['sinks'\].* a bug of sglang_sparse"):
+        backend.forward(torch.ones(1, DIM), key, key, layer, batch, sinks=key)
     layer.layer_id = 0
     assert backend.forward(torch.ones(1, DIM), key, key, layer, batch).shape == (1, DIM)
 
@@ -204,8 +202,7 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
     dense.forward = lambda q, k, v, layer, batch, save, **parts: sorted(parts)
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True, is_extend=lambda: False)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
-    layer = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=-1, logit_cap=0.0)
-    layer.attn_type, layer.k_scale_float = SimpleNamespace(value="decoder"), None
+    layer = SimpleNamespace(layer_id=LAYERS[0])
     part = torch.ones(1, HEADS, DIM)
 
     def attend(**more: Any) -> Any:
@@ -217,9 +214,6 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
     assert attend() == ["k_rope", "q_rope"]
     with pytest.raises(RuntimeError, match=r"arguments \['cos_sin_cache'\]"):
         attend(cos_sin_cache=part)
-    layer.k_scale_float = 0.5
-    with pytest.raises(RuntimeError, match="scales of its latents"):
-        attend()
 
 
 def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared_once() -> None:

@@ -132,15 +132,15 @@ def test_tokens_are_attended_to_one_by_one(latent: bool, monkeypatch: pytest.Mon
     torch.manual_seed(1)
     told: list[tuple[int, int]] = []
 
-    def watched(attend: Any, size_at: int, usual: str) -> Any:
+    def watched(attend: Any, size: str, usual: str) -> Any:
         def call(*arguments: Any, **options: Any) -> torch.Tensor:
-            told.append((arguments[size_at], options[usual]))
+            told.append((options[size], options[usual]))
             return attend(*arguments, **options)
 
         return call
 
-    monkeypatch.setattr(decode, "sparse_mla_decode", watched(sparse_mla_decode, 6, "usual_blocks"))
-    monkeypatch.setattr(decode, "sparse_decode", watched(sparse_decode, 6, "usual_pages"))
+    monkeypatch.setattr(decode, "sparse_mla_decode", watched(sparse_mla_decode, "block_size", "usual_blocks"))
+    monkeypatch.setattr(decode, "sparse_decode", watched(sparse_decode, "page_size", "usual_pages"))
     method: Any = ChoosesTokens()
     pool: Any = Pool()
     # The latent cache has both in one: so has this model, whose values are a part of its keys.

@@ -44,7 +44,8 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: HookRegistry._patched.update(hooked))
     args = {"sparse_method": method, "sparse_prefill_method": None, "sparse_config": config, "load_format": "dummy"}
-    runner = SimpleNamespace(server_args=SimpleNamespace(**args), model_config=None)
+    runner = SimpleNamespace(server_args=SimpleNamespace(**args), model_config=None, model=None, is_draft_worker=False)
+    monkeypatch.setattr(model_runner, "require_layers", lambda *_: None)
     loaded: list[list[str]] = []
     model_runner.hook_method(lambda _: loaded.append(list(hooked)), runner)
     expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
@@ -65,7 +66,9 @@ def test_weights_that_came_with_the_load_are_judged_after_it(
     text = SimpleNamespace(index_n_heads=32, index_head_dim=128)
     names = {"model_path": "someone/model", "revision": None, "num_hidden_layers": 2}
     config = SimpleNamespace(**names, hf_text_config=text, hf_config=SimpleNamespace(architectures=["Deepseek"]))
-    runner, here = SimpleNamespace(server_args=args, model_config=config), []
+    names = {"model_config": config, "model": None, "is_draft_worker": False}
+    runner, here = SimpleNamespace(server_args=args, **names), []
+    monkeypatch.setattr(model_runner, "require_layers", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: here[-1] if here else None)
     monkeypatch.setattr(hooks, "verify", lambda _: None)
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)

@@ -1,7 +1,6 @@
 """KV caches that are refused: fp8 without scales, and fp8 on GPUs for which it does not compile."""
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,6 @@ from sglang_sparse.config import settings as config
 from sglang_sparse.hooks import refusals
 
 SCALES = Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa" / "kv_scales.json"
-PAGED = "SGLANG_FLASHINFER_USE_PAGED"
 
 
 def args_of(
@@ -173,14 +171,22 @@ def loaded(
     return layers
 
 
+def paged(layers: list[Any]) -> bool:
+    """Whether FlashInfer's prefill is told to attend in the cache alone, by itself and beside another of decode."""
+    alone, beside = SimpleNamespace(use_paged=False), SimpleNamespace(use_paged=False)
+    for dense in (alone, SimpleNamespace(prefill_backend=beside), SimpleNamespace()):
+        kv_scales.attend_in_the_cache(dense, torch.nn.ModuleList(layers))
+    assert alone.use_paged == beside.use_paged
+    return alone.use_paged
+
+
 @pytest.mark.parametrize("method", [None, "resa"])
-def test_scales_of_a_file_are_tensors_and_numbers(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_a_file_are_tensors_and_numbers(method: str | None) -> None:
     """As a checkpoint's are, which stay as they were; FlashInfer reads them in the cache alone."""
-    monkeypatch.setenv(PAGED, "0")
     read, plain, checkpoint = loaded({0: 0.0625}, method)
     assert (plain.k_scale, plain.k_scale_float) == (None, None)
     assert isinstance(checkpoint.k_scale, torch.nn.Parameter) and checkpoint.v_scale_float == 0.5
-    assert os.environ[PAGED] == str(int(method is not None))
+    assert paged([read, plain]) == (method is not None) and paged([checkpoint]) and not paged([plain])
     if method is None:
         assert (read.k_scale, read.k_scale_float) == (0.0625, None)
         return
@@ -189,23 +195,10 @@ def test_scales_of_a_file_are_tensors_and_numbers(method: str | None, monkeypatc
     assert read.v_scale.item() == 0.0625
 
 
-def test_a_file_whose_scales_sglang_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PAGED, "0")
+def test_a_file_whose_scales_sglang_does_not_read() -> None:
     with pytest.raises(ValueError, match=r"no scales for this model from --quantization-param-path scales"):
         loaded({})
     loaded({}, path=None)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "algo", "paged"),
-    [("auto", "fp8", True), ("auto", "NVFP4", False), ("auto", None, False), ("bf16", "FP8", False)],
-)
-def test_scales_of_a_cache_that_the_checkpoint_makes_float8(
-    dtype: str, algo: str | None, paged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PAGED, "0")
-    loaded({}, path=None, dtype=dtype, algo=algo)
-    assert os.environ[PAGED] == str(int(paged))
 
 
 def test_the_tiny_models_scales_are_read() -> None:

@@ -115,6 +115,25 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
     assert room(long, short, preempted=[done]) == 0
 
 
+def test_what_sglang_is_told_is_taken_back_where_its_decision_raises() -> None:
+    server = Server()
+    budget = PrefillBudget(server.allocator, server.tree)
+    long, other = server.prefill(208), server.prefill(208, tokens=1)
+    names = {"page_size": PAGE, "can_run_list": [other], "running_batch": None, "memory_budget": budget}
+    adder = SimpleNamespace(**names, preempt_list=[])
+    long.sampling_params = SimpleNamespace(ignore_eos=True)
+    before = budget.total_offset, budget.current_offset
+
+    def decide() -> None:
+        with compaction.room_for_a_copy(server.settings, adder, long):
+            assert budget.total_offset > before[0]
+            raise KeyError("SGLang")
+
+    with pytest.raises(KeyError, match="SGLang"):
+        decide()
+    assert (budget.total_offset, budget.current_offset) == before and long.sampling_params.ignore_eos
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_who_shares_a_prompt_copies_it_only_where_that_is_less_for_all(core: str) -> None:
     server = Server(tree=core)

@@ -1,11 +1,14 @@
 """Which rows a step rectifies: deadlines are kept, and few steps carry a second pass."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import rectification
 from sglang_sparse.scheduler.partial_batch import Span
 from sglang_sparse.scheduler.rectification import due_rows, grouped
@@ -95,3 +98,50 @@ def test_a_pass_without_a_graph_is_told_once(caplog: pytest.LogCaptureFixture) -
         rectification._warn_eager()
     (record,) = caplog.records
     assert "ran without a CUDA graph" in record.message
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise KeyError("SGLang")
+
+
+def a_decode_step() -> tuple[Any, Any]:
+    """A server with ``rectify_on_finish``, and a decode batch."""
+    config = build("resa", {"rectify_on_finish": True}).config.model_dump_json()
+    args = SimpleNamespace(sparse_method="resa", sparse_prefill_method=None, sparse_config=config)
+    runner = SimpleNamespace(attn_backend=SimpleNamespace(rectifying=None, divide=None))
+    names = {"server_args": args, "is_draft_worker": False, "model_runner": runner, "tree_cache": SimpleNamespace()}
+    return SimpleNamespace(**names), SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True))
+
+
+def test_a_step_that_raises_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, batch = a_decode_step()
+    monkeypatch.setattr(rectification, "plan_step", lambda *_: object())
+    monkeypatch.setattr(rectification, "pass_tokens", lambda _: 8)
+    with pytest.raises(KeyError, match="SGLang"):
+        rectification.run_step(fail, worker, batch)
+    assert worker.model_runner.attn_backend.rectifying is None
+
+
+def test_results_that_raise_release_whom_they_held_and_leave_the_tree_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, batch = a_decode_step()
+    released: list[tuple[Any, bool]] = []
+    options = SimpleNamespace(rectify_interval=8)
+    state = SimpleNamespace(shareable_len=4, compacted=False, options=options)
+    monkeypatch.setattr(rectification, "state_of", lambda _: state)
+    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=9), finished_reason=None)
+
+    def process(scheduler: Any, *_: Any) -> None:
+        rectification.hold_release(
+            lambda request, tree, *, checkpoint: released.append((request, checkpoint)),
+            request,
+            scheduler.tree_cache,
+            checkpoint=True,
+        )
+        assert not released
+        fail()
+
+    with pytest.raises(KeyError, match="SGLang"):
+        rectification.finish_exactly(process, scheduler, batch, None)
+    assert released == [(request, True)] and not vars(scheduler.tree_cache)

@@ -63,3 +63,9 @@ def test_an_import_and_an_attribute_that_are_gone_are_named(
     assert f"{TreeLock.__module__}.TreeLock.kv_committed_len" in found
     assert main(["--sglang"]) == 1
     assert "evict_from_tree_cache" in capsys.readouterr().out
+
+
+def test_private_members_of_sglang_are_among_what_is_looked_up() -> None:
+    found = {name.rpartition(".")[2] for name in sglang_surface.attributes()}
+    assert {"_hooks", "_patched", "_apply_war_barrier", "_counter_cls", "_get_q_k_bf16"} <= found
+    assert {"extend_end", "ignore_eos", "total_offset", "scheduler_infos", "has_attention_sinks"} <= found

@@ -104,7 +104,15 @@ def attend(
     out = q_all.new_empty(*q_all.shape[:2], v_head_dim)
     for first in range(0, len(q_all), ATTENDED):
         mine = slice(first, first + ATTENDED)
-        query = q_all[mine, :, :v_head_dim], q_all[mine, :, v_head_dim:]
-        selected = page_table_1[mine, None].contiguous(), batch.counts[mine], batch.last_slots[mine]
-        sparse_mla_decode(*query, cache, *selected, block_size=1, sm_scale=sm_scale, out=out[mine])
+        sparse_mla_decode(
+            q_all[mine, :, :v_head_dim],
+            q_all[mine, :, v_head_dim:],
+            cache,
+            page_table_1[mine, None].contiguous(),
+            batch.counts[mine],
+            batch.last_slots[mine],
+            block_size=1,
+            sm_scale=sm_scale,
+            out=out[mine],
+        )
     return out

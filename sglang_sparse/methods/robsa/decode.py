@@ -230,9 +230,17 @@ class Robsa(DecodeMethod):
             asked = query.rope
         else:
             asked, keys = torch.cat([query.nope, query.rope], dim=-1), query.cache
-        rows = (view.page_table, view.n_pages, query.last_slots)
-        scales = (query.scaling, query.kv_scale)
-        mass = block_mass(asked, keys, *rows, self.block_size, *scales, out=view.scores[:, 0])
+        mass = block_mass(
+            asked,
+            keys,
+            view.page_table,
+            view.n_pages,
+            query.last_slots,
+            self.block_size,
+            sm_scale=query.scaling,
+            k_scale=query.kv_scale,
+            out=view.scores[:, 0],
+        )
         return query.mean_over_ranks(mass) if self.config.head_scope == "global" else mass
 
     def select(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> SparseIndices:
@@ -248,8 +256,17 @@ class Robsa(DecodeMethod):
         """The most that one step takes: refreshing the keys' copy, selecting, or attending, one after the other."""
         rows, width = view.page_table.shape
         heads, rope, whole = model.num_q_heads, model.rope_dim, model.head_dim
-        usual = (view.usual_select, self.block_size, dtype, device)
-        steps = [sparse_mla_decode.scratch_bytes(rows, heads, whole - rope, *usual)]
+        steps = [
+            sparse_mla_decode.scratch_bytes(
+                rows,
+                num_heads=heads,
+                latent_dim=whole - rope,
+                blocks=view.usual_select,
+                block_size=self.block_size,
+                dtype=dtype,
+                device=device,
+            )
+        ]
         if self.config.rope_copy == "on":
             steps.append(rows * (self.config.page_size * rope * model.kv_dtype.itemsize + torch.int64.itemsize))
         # The reduction over ranks may copy the masses; for a full score both parts of the query are put together.

@@ -165,9 +165,24 @@ class SkipSoftmaxDecode(AttendsItself):
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """That of the op. Values have at most the model's ``head_dim``."""
-        pages = (view.usual_select, view.page_size, dtype, device)
         if model.rope_dim:
-            latent_dim = model.head_dim - model.rope_dim
-            return skip_softmax_mla_decode.scratch_bytes(len(view.n_pages), model.num_q_heads, latent_dim, *pages)
-        heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
-        return scratch_bytes(len(view.n_pages), *heads, *dims, *pages)
+            return skip_softmax_mla_decode.scratch_bytes(
+                len(view.n_pages),
+                num_heads=model.num_q_heads,
+                latent_dim=model.head_dim - model.rope_dim,
+                pages=view.usual_select,
+                page_size=view.page_size,
+                dtype=dtype,
+                device=device,
+            )
+        return scratch_bytes(
+            len(view.n_pages),
+            num_q_heads=model.num_q_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            v_head_dim=model.head_dim,
+            pages=view.usual_select,
+            page_size=view.page_size,
+            dtype=dtype,
+            device=device,
+        )

@@ -1,0 +1,97 @@
+"""What only a loaded model shows: the attention of each layer that is to run sparse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_sparse.config.settings import Settings
+from sglang_sparse.methods.config import SparseArgumentError
+from sglang_sparse.methods.layers import parse_layers
+
+
+def require_layers(settings: Settings, model: Any, model_config: Any) -> None:
+    """Refuse a model with a sparse layer whose attention the kernels do not compute.
+
+    Args:
+        settings: the server's methods.
+        model: the loaded ``torch.nn.Module``.
+        model_config: SGLang's ``ModelConfig``.
+
+    Raises:
+        SparseArgumentError: names the flag, the layer, what it has, what is allowed, and what to type.
+    """
+    count = model_config.num_hidden_layers
+    attending = [method for method in settings.decode.methods if settings.name and not method.selects_in_model]
+    layers = [layer for method in attending for layer in method.sparse_layers(count)]
+    phases = [(settings.flag, "--sparse-config", settings.rules, layers)]
+    if settings.prefill:
+        option = "--sparse-config" if settings.comes_along else "--sparse-prefill-config"
+        layers = list(parse_layers(settings.prefill.config.layers, count))
+        phases.append((settings.prefill_flag, option, settings.prefill_rules, layers))
+    latent = settings.method.kind_of(model_config) != "MHA"
+    dims = None if latent else (model_config.head_dim, model_config.v_head_dim)
+    found = _found(model, dims)
+    form = f", in heads of {dims[0]} and {dims[1]} dimensions" if dims else ""
+    for flag, option, rules, layers in phases:
+        bad = {layer: has for layer in sorted(layers) if (has := found.get(layer, "no attention of SGLang's"))}
+        if not bad:
+            continue
+        names = ",".join(map(str, bad))
+        if len(bad) == len(layers):
+            cure = f"no layer is like that: start without {flag}"
+        elif rules:
+            cure = f"give layers {names} the rule {json.dumps({names: 'dense'})} in {option}"
+        else:
+            left = [layer for layer in sorted(layers) if layer not in bad]
+            cure = f"to leave layers {names} dense: {option} '{json.dumps({'layers': left})}'"
+        layer, has = next(iter(bad.items()))
+        raise SparseArgumentError(
+            f"{flag}: layer {layer} has {has}; allowed: causal attention to all earlier tokens, with keys and values "
+            f"of its own{form}; {cure}"
+        )
+
+
+def _found(model: Any, dims: tuple[int, int] | None) -> dict[int, str]:
+    """What each layer has that is not served, by its id; empty for a layer that is."""
+    found: dict[int, str] = {}
+    owners: dict[int, str] = {}
+    for name, layer in _attentions(model):
+        owner = name.rpartition(".")[0]
+        first = owners.setdefault(layer.layer_id, owner)
+        reasons = _reasons(layer, dims)
+        # MLA has two in a module, over the same latents.
+        if first != owner:
+            reasons.append(f"KV shared with {first}")
+        if any("sink" in each for each, _ in model.get_submodule(owner).named_parameters(recurse=False)):
+            reasons.append("attention sinks")
+        said = f"{' and '.join(reasons)} ({name})" if reasons else ""
+        found[layer.layer_id] = found.get(layer.layer_id) or said
+    return found
+
+
+def _attentions(model: Any) -> Iterator[tuple[str, Any]]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for name, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            yield name, module
+    # SGLang's wrapper of a model of transformers has them in a mapping.
+    for layer in getattr(model, "attention_instances", {}).values():
+        yield f"attention_instances[{layer.layer_id}]", layer
+
+
+def _reasons(layer: Any, dims: tuple[int, int] | None) -> list[str]:
+    kind, own = layer.attn_type.value, (layer.qk_head_dim, layer.v_head_dim)
+    reasons = {
+        "cross attention": layer.is_cross_attention,
+        f"attention of type {kind}": kind != "decoder",
+        f"a sliding window of {layer.sliding_window_size} tokens": layer.sliding_window_size > -1,
+        "chunked attention": layer.use_irope,
+        f"a soft cap of {layer.logit_cap} on its logits": bool(layer.logit_cap),
+        f"logits scaled by position, from {layer.xai_temperature_len} on": layer.xai_temperature_len > 0,
+        f"heads of {own[0]} and {own[1]} dimensions": dims is not None and own != dims,
+        "scales of its latents": dims is None and (layer.k_scale_float or 1.0) != 1.0,
+    }
+    return [reason for reason, present in reasons.items() if present]

@@ -1,0 +1,120 @@
+"""What only a loaded model shows of its sparse layers ends the start, before any request."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang_sparse.config.settings import build
+from sglang_sparse.hooks import model_runner
+from sglang_sparse.hooks.layer_checks import require_layers
+from sglang_sparse.methods.config import SparseArgumentError
+
+LAYERS, DIM = 4, 16
+CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, head_dim=DIM, v_head_dim=DIM)
+
+
+class Attention(torch.nn.Module):
+    """As in SGLang's models."""
+
+    def __init__(self, layer_id: int, head_dim: int = DIM, **options: Any):
+        super().__init__()
+        self.attn = RadixAttention(2, head_dim, 0.25, 1, layer_id, **options)
+
+
+def make_model(odd: int = 0, **options: Any) -> torch.nn.Module:
+    """Plain layers, but for an odd one."""
+    modules = [Attention(layer, **(options if layer == odd else {})) for layer in range(LAYERS)]
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(modules)
+    return model
+
+
+def said(model: object, settings: Any = None, config: Any = CONFIG) -> str:
+    with pytest.raises(SparseArgumentError) as caught:
+        require_layers(settings or build("resa", {}), model, config)
+    return str(caught.value)
+
+
+ODD = {
+    "a sliding window of 64 tokens": {"sliding_window_size": 64},
+    "cross attention": {"is_cross_attention": True},
+    "attention of type encoder_only": {"attn_type": AttentionType.ENCODER_ONLY},
+    "a soft cap of 30.0 on its logits": {"logit_cap": 30.0},
+    "chunked attention": {"use_irope": True},
+    "heads of 32 and 32 dimensions": {"head_dim": 32},
+    "heads of 16 and 8 dimensions": {"v_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_layer_that_is_not_served_is_named_with_what_to_type(name: str) -> None:
+    message = said(make_model(2, **ODD[name]))
+    assert message.startswith(f"--sparse-method resa: layer 2 has {name} (layers.2.attn); allowed: ")
+    typed = message.rpartition("to leave layers 2 dense: --sparse-config ")[2]
+    config = json.loads(typed.strip("'"))
+    assert config == {"layers": [0, 1, 3]}
+    require_layers(build("resa", config), make_model(2, **ODD[name]), CONFIG)
+
+
+def test_what_stands_beside_the_attention_is_seen() -> None:
+    model: Any = make_model()
+    model.layers[1].sinks = torch.nn.Parameter(torch.zeros(2))
+    model.layers[3].attn.layer_id = 2
+    model.layers[0].attn.xai_temperature_len = 1024
+    message = said(model)
+    assert "layer 0 has logits scaled by position, from 1024 on" in message and "layers 0,1,2,3 dense" not in message
+    assert "layer 1 has attention sinks (layers.1.attn)" in said(model, build("resa", {"layers": [1]}))
+    assert "layer 2 has KV shared with layers.2 (layers.3.attn)" in said(model, build("resa", {"layers": [2]}))
+    assert message.endswith("no layer is like that: start without --sparse-method resa")
+    assert "layer 3 has no attention of SGLang's" in said(model, build("resa", {"layers": [3]}))
+
+
+def test_each_phase_is_judged_by_its_own_layers() -> None:
+    model, decode = make_model(3, sliding_window_size=8), {"layers": "0-2"}
+    require_layers(build("resa", decode), model, CONFIG)
+    message = said(model, build("resa", decode, "anchor", {}))
+    assert message.startswith("--sparse-prefill-method anchor: layer 3 has")
+    assert message.endswith("""--sparse-prefill-config '{"layers": [0, 1, 2]}'""")
+    rules = {"layers": {"0": "dense", "1-": {"active_ratio": 0.5}}}
+    assert said(model, build("resa", rules)).endswith("""give layers 3 the rule {"3": "dense"} in --sparse-config""")
+
+
+def test_two_attentions_over_the_same_latents_are_one_layer() -> None:
+    config = SimpleNamespace(num_hidden_layers=1, attention_arch=SimpleNamespace(name="MLA"))
+    settings, layer = build("skip_softmax", {}), Attention(0, 576, v_head_dim=512)
+    layer.other = RadixAttention(2, 192, 0.25, 2, 0, v_head_dim=128)
+    model = torch.nn.ModuleList([layer])
+    require_layers(settings, model, config)
+    layer.attn.k_scale_float = 0.5  # pyright: ignore[reportAttributeAccessIssue]
+    assert "layer 0 has scales of its latents (0.attn)" in said(model, settings, config)
+
+
+def test_a_mapping_of_attentions_is_looked_through() -> None:
+    """SGLang's wrapper of models of transformers keeps them in one."""
+    model: Any = torch.nn.Module()
+    model.attention_instances = {layer: Attention(layer).attn for layer in range(LAYERS)}
+    require_layers(build("resa", {}), model, CONFIG)
+    model.attention_instances[1].sliding_window_size = 8
+    assert "layer 1 has a sliding window of 8 tokens (attention_instances[1])" in said(model)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_the_load_of_the_model_is_where_it_ends(draft: bool) -> None:
+    config = build("resa", {}).config.model_dump_json()
+    args = SimpleNamespace(sparse_method="resa", sparse_prefill_method=None, sparse_config=config)
+    runner = SimpleNamespace(server_args=args, model_config=CONFIG, is_draft_worker=draft)
+
+    def load(_: object) -> None:
+        runner.model = make_model(1, logit_cap=30.0)
+
+    if draft:
+        return model_runner.hook_method(load, runner)
+    with pytest.raises(SparseArgumentError, match=r"layer 1 has a soft cap of 30\.0"):
+        model_runner.hook_method(load, runner)
