@@ -25,6 +25,7 @@ from sglang_sparse.attention.decode import DecodePath, require_known
 from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_paths
+from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner
 from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.views import BatchView
@@ -72,7 +73,7 @@ class DelegatingBackend(AttentionBackend):
 def _delegate(name: str, value: Any) -> Any:
     if callable(value):
 
-        def method(self: DelegatingBackend, *args: Any, **kwargs: Any) -> Any:
+        def method(self: DelegatingBackend, *args: object, **kwargs: object) -> Any:
             return getattr(self.dense, name)(*args, **kwargs)
 
         return method
@@ -102,7 +103,7 @@ class SparseAttentionBackend(DelegatingBackend):
     # Dense or sparse is decided on the host.
     needs_cpu_seq_lens: bool = True
 
-    def __init__(self, dense: Any, runner: Any, settings: Settings):
+    def __init__(self, dense: Any, runner: ModelRunner, settings: Settings):
         super().__init__(dense)
         self.groups, self.method = settings.decode, settings.method
         for method in self.groups.methods:
@@ -152,7 +153,7 @@ class SparseAttentionBackend(DelegatingBackend):
         """The decode batch that runs sparse, as its first method sees it; None for a dense one, and in prefill."""
         return self._views[0] if self._views else None
 
-    def begin(self, forward_batch: Any) -> None:
+    def begin(self, forward_batch: ForwardBatch) -> None:
         """Take the plan of the batch that runs next, which the scheduler has left on it."""
         self._planned = getattr(forward_batch, PLAN, None)
 
@@ -190,7 +191,7 @@ class SparseAttentionBackend(DelegatingBackend):
         else:
             self._prepare(forward_batch)
 
-    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: object, **kwargs: object) -> None:
         """Prepare the replay of a prefill graph, whose attention runs eagerly between the captured pieces."""
         self.dense.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
         self._last_slots = None
@@ -217,7 +218,7 @@ class SparseAttentionBackend(DelegatingBackend):
             self._views = self._rows(rows)
             clear_views(self._views, self.dense.req_to_token_pool.req_to_token)
 
-    def _prepare(self, forward_batch: Any) -> None:
+    def _prepare(self, forward_batch: ForwardBatch) -> None:
         self._pools.warn_of_overflow()
         self._views = None
         self._last_slots = None
@@ -284,7 +285,7 @@ class SparseAttentionBackend(DelegatingBackend):
             self._decoding.refresh(self._written(forward_batch))
         return output
 
-    def _written(self, forward_batch: Any) -> Mapping[int, torch.Tensor]:
+    def _written(self, forward_batch: ForwardBatch) -> Mapping[int, torch.Tensor]:
         """The last slot of each entry that this pass writes, by the tokens of an entry; worked out once a pass."""
         slots: torch.Tensor = forward_batch.out_cache_loc
         sizes = self._pools.entry_sizes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_sparse.attention.plan import DecodePlan, GroupPlan, usual_selection
+from sglang_sparse.attention.protocols import ForwardBatch
 from sglang_sparse.methods.base import VIEW_BUFFERS, DecodeMethod, ModelShape, ViewBuffer
 from sglang_sparse.methods.views import SELECT_STATS, BatchView
 from sglang_sparse_kernels.page_table import load_page_table
@@ -134,7 +135,7 @@ def views_nbytes(views: Views) -> int:
     return sum({id(buffer): buffer.nbytes for view in views for buffer in view.buffers}.values())
 
 
-def load_views(views: Views, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
+def load_views(views: Views, plan: DecodePlan, forward_batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
     """Fill views for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
 
     Args:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_sparse.attention.protocols import KVPool, RadixAttention
 from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     from sglang_sparse.attention.batch import Views
     from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import DecodeMethod, ModelShape, SparseIndices
@@ -40,7 +39,7 @@ class DecodePath:
         last_layer: the last layer whose pages have entries in ``aux``; -1 where none have.
     """
 
-    def __init__(self, methods: Sequence[DecodeMethod], aux: AuxBuffers, kv_pool: Any, model: ModelShape):
+    def __init__(self, methods: Sequence[DecodeMethod], aux: AuxBuffers, kv_pool: KVPool, model: ModelShape):
         self._by_layer = {
             layer: (place, method)
             for place, method in enumerate(methods)
@@ -67,7 +66,7 @@ class DecodePath:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Any,
+        layer: RadixAttention,
         slots: torch.Tensor,
         views: Views,
         save_kv_cache: bool,
@@ -99,7 +98,7 @@ class DecodePath:
         return output.reshape(q.shape[0], -1)
 
     def _write(
-        self, k: torch.Tensor, v: torch.Tensor, layer: Any, slots: torch.Tensor, k_rope: torch.Tensor | None
+        self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, slots: torch.Tensor, k_rope: torch.Tensor | None
     ) -> None:
         if k_rope is not None:
             self._kv_pool.set_mla_kv_buffer(layer, slots, k, k_rope)
@@ -109,7 +108,7 @@ class DecodePath:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
 
     def _attend_heads(
-        self, method: DecodeMethod, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView
+        self, method: DecodeMethod, q: torch.Tensor, layer: RadixAttention, slots: torch.Tensor, view: BatchView
     ) -> torch.Tensor:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
@@ -139,7 +138,7 @@ class DecodePath:
         method: DecodeMethod,
         q: torch.Tensor,
         q_rope: torch.Tensor | None,
-        layer: Any,
+        layer: RadixAttention,
         slots: torch.Tensor,
         view: BatchView,
     ) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from sglang_sparse.attention.batch import allocate_views, count_sizes, view_buffers, views_nbytes
 from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.attention.prompt_selection import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
+from sglang_sparse.attention.protocols import KVPool
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.methods.aux_buffers import AuxBuffers
@@ -259,7 +260,7 @@ def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: in
     return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
 
 
-def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
+def charge_scratch(available: int, kvc: Any, *_: object, **__: object) -> int:
     """After ``_profile_available_bytes``: keep what sparse passes need for a moment out of the KV pool.
 
     Returns:
@@ -297,7 +298,7 @@ def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
     return available
 
 
-def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
+def attach_aux_pools(kv_pool: KVPool, configurator: Any, **_: object) -> None:
     """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_sparse.attention.protocols import KVPool, RadixAttention
 from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.methods.layers import names_layer
 from sglang_sparse.methods.prefill import PrefillInputs, PrefillSpan
@@ -48,7 +49,7 @@ class PrefillPath:
         self,
         groups: PrefillGroups,
         layers: Sequence[int],
-        kv_pool: Any,
+        kv_pool: KVPool,
         req_to_token: torch.Tensor,
         page_size: int,
         q_heads: int,
@@ -112,7 +113,7 @@ class PrefillPath:
 
     def _attend_to_zeros(self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype) -> None:
         dims = [buffer(layer_id).shape[2] for buffer in (self._kv_pool.get_key_buffer, self._kv_pool.get_value_buffer)]
-        layer = SimpleNamespace(
+        layer: Any = SimpleNamespace(
             layer_id=layer_id,
             tp_q_head_num=self._q_heads,
             qk_head_dim=dims[0],
@@ -170,7 +171,7 @@ class PrefillPath:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layer: Any,
+        layer: RadixAttention,
         slots: torch.Tensor,
         save_kv_cache: bool,
     ) -> torch.Tensor:

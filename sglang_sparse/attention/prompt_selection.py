@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sglang_sparse.attention.protocols import ModelRunner, RadixAttention
 from sglang_sparse.methods.roles import Kept, Prompts, PromptSelector, prompt_selectors
 from sglang_sparse_kernels.common.launch import to_device
 
@@ -75,7 +76,7 @@ class KeepPath:
     def __init__(
         self,
         method: PromptSelector,
-        runner: Any,
+        runner: ModelRunner,
         model: ModelShape,
         page_size: int,
         place: int,
@@ -122,7 +123,7 @@ class KeepPath:
             starts = self._req_to_token[slots, : group[-1].prompt : self._page_size]
             self._groups.append((slots, lengths, queries, (starts // self._page_size).to(torch.int32).contiguous()))
 
-    def keep(self, query: torch.Tensor, layer: Any) -> None:
+    def keep(self, query: torch.Tensor, layer: RadixAttention) -> None:
         """Let the method choose in one layer whose keys are written, if it is one of its own.
 
         Args:
@@ -175,7 +176,7 @@ def kept_bytes(method: PromptSelector, model: ModelShape, requests: int) -> int:
 
 
 def make_paths(
-    methods: Sequence[DecodeMethod], pools: AuxBuffers, runner: Any, model: ModelShape
+    methods: Sequence[DecodeMethod], pools: AuxBuffers, runner: ModelRunner, model: ModelShape
 ) -> tuple[KeepPath, ...]:
     """Allocate ``Kept``, where nobody keeps anything yet, for each method that is a ``PromptSelector``.
 

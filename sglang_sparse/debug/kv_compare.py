@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from sglang_sparse.attention import memory
+from sglang_sparse.attention.protocols import KVPool
 from sglang_sparse.methods import aux_buffers
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 
@@ -39,7 +39,7 @@ def default_tolerance(dtype: torch.dtype, magnitude: float) -> float:
     return max(TOLERANCE, relative * magnitude)
 
 
-def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
+def stale_summaries(kv_pool: KVPool, last_slots: torch.Tensor) -> torch.Tensor:
     """Find page summaries that do not match their keys.
 
     Args:
@@ -86,7 +86,7 @@ def _written_entries(last: torch.Tensor, entry_tokens: int, page_size: int) -> t
     return written, torch.where(written, first + ends, -1).flatten()
 
 
-def checksums(kv_pool: Any, pages: list[int]) -> list[int]:
+def checksums(kv_pool: KVPool, pages: list[int]) -> list[int]:
     """A 64-bit hash of the bits of K, V and summaries in all layers, for each page."""
     aux: aux_buffers.AuxBuffers = getattr(kv_pool, memory.ATTRIBUTE)
     sums: list[int] = []
@@ -105,7 +105,7 @@ def checksums(kv_pool: Any, pages: list[int]) -> list[int]:
 
 
 @contextmanager
-def borrowed(kv_pool: Any, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+def borrowed(kv_pool: KVPool, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Lend slots that are in use, zeroed, to a pass that writes them; K, V and summaries come back bit for bit.
 
     The copy is in host memory, because SGLang leaves little on the device outside its pool: as many bytes as the pool
@@ -136,7 +136,7 @@ def borrowed(kv_pool: Any, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 
 
 def compare(
-    kv_pool: Any,
+    kv_pool: KVPool,
     tokens: list[int],
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -187,7 +187,7 @@ def _differences(
     return torch.cat(differences), magnitude
 
 
-def _places(kv_pool: Any, slots: torch.Tensor, pages: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _places(kv_pool: KVPool, slots: torch.Tensor, pages: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """All buffers with their rows of these slots and their pages: K and V of each layer, then the summaries."""
     aux: aux_buffers.AuxBuffers = getattr(kv_pool, memory.ATTRIBUTE)
     entries = ((layer, spec) for layer in sorted(aux.layers) for spec in aux.specs_of(layer))
@@ -195,7 +195,7 @@ def _places(kv_pool: Any, slots: torch.Tensor, pages: torch.Tensor) -> list[tupl
     return places + [(aux.buffer(spec.name, layer), pages) for layer, spec in entries]
 
 
-def _buffers(kv_pool: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _buffers(kv_pool: KVPool) -> Iterator[tuple[str, int, torch.Tensor]]:
     for layer in range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num):
         yield "K", layer, kv_pool.get_key_buffer(layer)
         yield "V", layer, kv_pool.get_value_buffer(layer)
@@ -206,7 +206,7 @@ def _gather(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.uint8)[rows].view(buffer.dtype)
 
 
-def page_parts(kv_pool: Any, pages: list[int]) -> tuple[torch.Tensor, ...]:
+def page_parts(kv_pool: KVPool, pages: list[int]) -> tuple[torch.Tensor, ...]:
     """Page ids as int64 tensors on the pool's device, at most ``PAGES_AT_ONCE`` each."""
     device = kv_pool.get_key_buffer(kv_pool.start_layer).device
     return torch.tensor(pages, dtype=torch.int64, device=device).split(PAGES_AT_ONCE)

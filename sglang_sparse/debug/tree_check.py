@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.attention.protocols import KVPool, ModelRunner
 from sglang_sparse.config.request_options import prefill_of_namespace
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
@@ -54,7 +55,7 @@ class _Memory:
     seen: tuple[int, int] | None = None
 
 
-def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
+def check_when_idle(_result: None, scheduler: Any, *_: object) -> None:
     """After ``Scheduler.on_idle``: check the tree, if the config asks for it and anything ran since the last check.
 
     Raises:
@@ -122,7 +123,7 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
 
 
 def compare_with_recomputed(
-    runner: Any,
+    runner: ModelRunner,
     tokens: list[int],
     slots: torch.Tensor,
     positions: torch.Tensor,
@@ -205,7 +206,7 @@ def _hashes(path: TreePath, size: int) -> Iterator[tuple[int, int]]:
         yield page, found
 
 
-def _require_fresh_summaries(kv_pool: Any, pages: list[int]) -> None:
+def _require_fresh_summaries(kv_pool: KVPool, pages: list[int]) -> None:
     for part in page_parts(kv_pool, pages) if pages else ():
         stale = part[stale_summaries(kv_pool, part * kv_pool.page_size + kv_pool.page_size - 1)]
         if len(stale):

@@ -20,7 +20,7 @@ def _resolve(function: str) -> Callable[..., Any]:
 
 
 def _lazy(function: str) -> Callable[..., Any]:
-    def hook(*args: Any, **kwargs: Any) -> Any:
+    def hook(*args: object, **kwargs: object) -> Any:
         return _resolve(function)(*args, **kwargs)
 
     hook.__name__ = function

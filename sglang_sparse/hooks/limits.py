@@ -19,6 +19,7 @@ GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names
 # SGLang's torch_native reads a prompt's keys from the pool, which has one latent for all heads of an MLA model: the
 # first request ends the server. The CPU platform sends prompts another way.
 _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
+Judge = Callable[[Any], object | None]
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
@@ -40,15 +41,15 @@ class ModelLimit:
     own_selection: bool = False
 
 
-def _set(*fields: str) -> Callable[[Any], object | None]:
+def _set(*fields: str) -> Judge:
     return lambda args: next((value for field in fields if (value := getattr(args, field))), None)
 
 
-def _other_than(field: str, served: object) -> Callable[[Any], object | None]:
+def _other_than(field: str, served: object) -> Judge:
     return lambda args: None if getattr(args, field) == served else getattr(args, field)
 
 
-def _above_one(field: str) -> Callable[[Any], object | None]:
+def _above_one(field: str) -> Judge:
     return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
@@ -62,8 +63,8 @@ TREE_CORES = ("rust", "python")
 _OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
 
 
-def _environment(*names: str) -> Callable[[Any], object | None]:
-    def found(_: Any) -> str | None:
+def _environment(*names: str) -> Judge:
+    def found(_: object) -> str | None:
         from sglang.srt.environ import envs
 
         return next((name for name in names if getattr(envs, name).get()), None)
@@ -71,7 +72,7 @@ def _environment(*names: str) -> Callable[[Any], object | None]:
     return found
 
 
-def _foreign_core(_: Any) -> str | None:
+def _foreign_core(_: object) -> str | None:
     from sglang.srt.environ import envs
 
     variable = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND

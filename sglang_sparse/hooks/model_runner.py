@@ -11,6 +11,7 @@ from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
 from sglang_sparse.attention.kv_scales import attend_in_the_cache
+from sglang_sparse.attention.protocols import ModelRunner
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import apply, refusals
@@ -20,7 +21,7 @@ from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
 
 
-def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
+def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: ModelRunner, dense: Any) -> Any:
     """Around ``attn_backend_wrapper``: wrap the dense backend of a sparse server.
 
     Raises:
@@ -47,7 +48,7 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     return wrapped
 
 
-def hook_method(original: Callable[[Any], None], runner: Any) -> None:
+def hook_method(original: Callable[[Any], None], runner: ModelRunner) -> None:
     """Around ``ModelRunner.load_model``: apply the hooks of the server's method before its model binds the functions.
 
     Weights that SGLang has downloaded by then are checked afterwards, and so are the layers: the main process could not

@@ -276,7 +276,7 @@ class IntervalReport:
             logger.info(interval.line(self._counters.decodes))
 
 
-def start(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
+def start(info: dict[str, Any], scheduler: Any, *_: object) -> None:
     """After ``Scheduler.get_init_info``: create the metrics, on a rank that reports."""
     if settings_of(scheduler.server_args) is None:
         return
@@ -291,7 +291,7 @@ def start(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
     setattr(reporter, ATTRIBUTE, report)
 
 
-def follow(_: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
+def follow(_: None, reporter: Any, *args: object, **kwargs: object) -> None:
     """After ``SchedulerMetricsReporter.report_decode_stats``, which runs after every decode step but reports rarely."""
     report: IntervalReport | None = getattr(reporter, ATTRIBUTE, None)
     if report is not None:

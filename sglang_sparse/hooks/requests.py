@@ -11,7 +11,7 @@ from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.hooks import refusals
 
 
-def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: object, **kwargs: object) -> Any:
     """Around ``TokenizerManager._create_tokenized_object``: end a request with a bad field with HTTP status 400.
 
     Raises:

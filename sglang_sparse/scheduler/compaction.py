@@ -28,6 +28,7 @@ import torch
 
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.attention.protocols import KVPool, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.roles import PromptSelector
 from sglang_sparse.scheduler.request_fields import (
@@ -95,7 +96,7 @@ class Compaction:
         waits: decode steps at which a request had no room for its copy, summed over requests.
     """
 
-    def __init__(self, method: PromptSelector, aux: AuxBuffers, kv_pool: Any):
+    def __init__(self, method: PromptSelector, aux: AuxBuffers, kv_pool: KVPool):
         self.requests = 0
         self.freed_tokens = 0
         self.waits = 0
@@ -106,7 +107,7 @@ class Compaction:
         self._values = {layer: kv_pool.get_value_buffer(layer) for layer in sorted(aux.layers)}
         self._moves: list[Move] = []
 
-    def span(self, request: Any, state: RequestState) -> Span | None:
+    def span(self, request: Req, state: RequestState) -> Span | None:
         """Return what of a request would be copied; None where that frees nothing."""
         kept, first_visible = state.kept
         end = (prefill_end(request) or 0) // self._page * self._page
@@ -114,7 +115,7 @@ class Compaction:
         start = (boundary - kept) * self._block // self._page * self._page
         return Span(start, end, kept, boundary) if first_visible and start > 0 else None
 
-    def release_prompt(self, request: Any, span: Span, tree: Any, reserve: int) -> bool:
+    def release_prompt(self, request: Req, span: Span, tree: Any, reserve: int) -> bool:
         """Give a request private pages and its prompt back to the tree, or what of it was its own to the pool.
 
         On the scheduler's stream, which by now is behind what earlier passes read of ``req_to_token``.
@@ -193,7 +194,7 @@ class Compaction:
         return {"compacted": self.requests, "freed_tokens": self.freed_tokens, "compact_waits": self.waits}
 
 
-def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
+def compact_running(running: ScheduleBatch | None, scheduler: Any, *_: object) -> None:
     """After ``Scheduler.update_running_batch``: let requests go of prompts that are in the tree by now.
 
     A request does so at the first step at which it would attend to a part of what it sees: in none that follows it
@@ -235,7 +236,7 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
             compaction.waits += 1
 
 
-def _holders(requests: list[Any], tree: Any) -> Counter[tuple[int, int]]:
+def _holders(requests: list[Req], tree: Any) -> Counter[tuple[int, int]]:
     """Count who holds each node of the tree, by its id and length."""
     locks = [node for request in requests if (node := locked_node(request)) is not None]
     paths = tree.tree_core.collect_path_info(locks)
@@ -246,7 +247,7 @@ def _nodes(path: Any) -> list[tuple[int, int]]:
     return [(info.node_id, info.path_end - info.path_start) for info in path]
 
 
-def _frees_memory(request: Any, span: Span, holders: Counter[tuple[int, int]], tree: Any) -> bool:
+def _frees_memory(request: Req, span: Span, holders: Counter[tuple[int, int]], tree: Any) -> bool:
     """Whether less KV is held where all who hold this prompt let go of it.
 
     Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
@@ -258,7 +259,7 @@ def _frees_memory(request: Any, span: Span, holders: Counter[tuple[int, int]], t
     return shared + span.start > protected_len(request)
 
 
-def _prefilled(request: Any, state: RequestState, tree: Any) -> bool:
+def _prefilled(request: Req, state: RequestState, tree: Any) -> bool:
     """Whether the results of a request's prefill are processed, which is when SGLang puts its prompt into the tree."""
     end = prefill_end(request)
     if state.compacted or not state.kept[1] or end is None:
@@ -267,7 +268,7 @@ def _prefilled(request: Any, state: RequestState, tree: Any) -> bool:
 
 
 @contextmanager
-def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iterator[None]:
+def room_for_a_copy(settings: Settings | None, adder: Any, request: Req) -> Iterator[None]:
     """Let SGLang believe, while it decides on a request, that less memory is left: by the largest copy to come.
 
     Without it a few prompts that fill the pool would hold it until one of them ends.
@@ -295,7 +296,7 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
         adder.memory_budget.current_offset -= room
 
 
-def _reserved_tokens(settings: Settings, method: PromptSelector, adder: Any, request: Any) -> int:
+def _reserved_tokens(settings: Settings, method: PromptSelector, adder: Any, request: Req) -> int:
     page = adder.page_size
     others = [*adder.can_run_list, *(adder.running_batch.reqs if adder.running_batch is not None else ())]
     # To a request that takes the place of others SGLang has promised theirs, and forgets them where it does not fit.
@@ -308,7 +309,7 @@ def _reserved_tokens(settings: Settings, method: PromptSelector, adder: Any, req
     return max(copies) + (len(others) + 1) * page if copies else 0
 
 
-def _will_release_prompt(settings: Settings, method: PromptSelector, request: Any) -> bool:
+def _will_release_prompt(settings: Settings, method: PromptSelector, request: Req) -> bool:
     state = state_of(request)
     if state is not None and state.compacted:
         return False

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_sparse.attention.plan import PLAN, plan_decode
+from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
 from sglang_sparse.scheduler.request_state import ensure_state, state_of
 
 
-def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_: Any) -> None:
+def begin_pass(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_runner: Any, **_: object) -> None:
     """After ``ForwardBatch.init_new``: decide which rows of a decode pass run sparse, and move the exact lengths.
 
     The pass is launched before anything that reads the KV it writes, on the same stream, so the lengths may move now.
@@ -52,13 +53,13 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
                 state.shareable_len = prefix + extended
 
 
-def shareable_len(request: Any) -> int | None:
+def shareable_len(request: Req) -> int | None:
     """Return how many tokens of SGLang's ``Req`` have exact KV, or None where nothing of it is computed."""
     state = state_of(request)
     return None if state is None else state.shareable_len
 
 
-def forget_exact_length(_: None, request: Any) -> None:
+def forget_exact_length(_: None, request: Req) -> None:
     """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a prefill."""
     state = state_of(request)
     if state is not None:
@@ -67,7 +68,7 @@ def forget_exact_length(_: None, request: Any) -> None:
         state.kept, state.compacted = (0, 0), False
 
 
-def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
+def exact_committed_len(original: Callable[[Any], int], request: Req) -> int:
     """Around ``Req.owned_kv_len``: what a finished request inserts into the radix tree ends here.
 
     One that is compacted inserts nothing, and all of it is freed.
@@ -83,7 +84,7 @@ def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
     return min(committed, exact if method is None else min(exact, prefill_chunks.share_limit(request, method)))
 
 
-def release_inexact_tail(original: Callable[..., None], request: Any, start: int, end: int, tree_cache: Any) -> None:
+def release_inexact_tail(original: Callable[..., None], request: Req, start: int, end: int, tree_cache: Any) -> None:
     """Around ``_release_overallocated_kv_indices``: free the pages behind the exact length.
 
     SGLang asserts that there are none unless it speculates. The page that holds the exact length itself is freed by

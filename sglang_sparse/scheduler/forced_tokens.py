@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.attention.protocols import ForwardBatch, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse_kernels.common.launch import to_device
 
@@ -36,7 +37,7 @@ class Forced:
     tokens: torch.Tensor
 
 
-def prepare(forward_batch: Any, batch: Any, states: Sequence[RequestState]) -> None:
+def prepare(forward_batch: ForwardBatch, batch: ScheduleBatch, states: Sequence[RequestState]) -> None:
     """Leave on a batch which of its rows are forced, and to what.
 
     A row that holds n tokens of KV with the newest one samples output token n - prompt length.

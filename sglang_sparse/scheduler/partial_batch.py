@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_sparse.attention.protocols import Req, ScheduleBatch
 from sglang_sparse.scheduler.request_fields import pool_row
 from sglang_sparse_kernels.common.launch import to_device
 
@@ -23,7 +24,7 @@ class Span:
         end: its length with the newest token.
     """
 
-    request: Any
+    request: Req
     start: int
     end: int
 
@@ -33,7 +34,7 @@ class Span:
         return self.end - self.start
 
 
-def extend_view(batch: Any, spans: Sequence[Span], newest: torch.Tensor | None = None) -> Any:
+def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tensor | None = None) -> Any:
     """Make the batch of the dense pass over ``spans``: an extend batch that writes to slots the requests already have.
 
     Args:
@@ -85,7 +86,7 @@ def _input_ids(spans: Sequence[Span], newest: torch.Tensor | None, device: torch
     return input_ids
 
 
-def _tokens(request: Any, start: int, end: int) -> list[int]:
+def _tokens(request: Req, start: int, end: int) -> list[int]:
     prompt = len(request.origin_input_ids)
     tokens = [*request.origin_input_ids[start:end]]
     tokens += request.output_ids[max(0, start - prompt) : max(0, end - prompt)]
@@ -95,7 +96,7 @@ def _tokens(request: Any, start: int, end: int) -> list[int]:
     return tokens
 
 
-def decode_view(batch: Any, rows: Sequence[int]) -> Any:
+def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> Any:
     """Make the decode batch of some rows of a decode batch.
 
     Args:
@@ -111,8 +112,8 @@ def decode_view(batch: Any, rows: Sequence[int]) -> Any:
     return view
 
 
-def _rows_view(batch: Any, requests: list[Any]) -> Any:
-    view = copy.copy(batch)
+def _rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
+    view: Any = copy.copy(batch)
     view.reqs = requests
     view.seq_lens_sum = None
     view.req_pool_indices_cpu = None

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
@@ -44,7 +45,7 @@ def current_settings() -> Settings | None:
     return settings_of(cast("Arguments", server_args))
 
 
-def method_of(request: Any) -> PrefillGroups | None:
+def method_of(request: Req) -> PrefillGroups | None:
     """Return the prefill method of SGLang's ``Req`` with its own config, or None where its prefill is dense."""
     state = state_of(request)
     if state is not None:
@@ -55,13 +56,13 @@ def method_of(request: Any) -> PrefillGroups | None:
     return options_of(settings, request).prefill
 
 
-def sharing_method(request: Any) -> PrefillGroups | None:
+def sharing_method(request: Req) -> PrefillGroups | None:
     """The same, where sharing is restricted."""
     method = method_of(request)
     return None if method is None or method.config.share_partial_groups else method
 
 
-def share_limit(request: Any, method: PrefillGroups) -> int:
+def share_limit(request: Req, method: PrefillGroups) -> int:
     """Return how many leading tokens of a request have KV that others may share."""
     limit = max(method.boundary(method.dense_from(len(request.origin_input_ids))), method.dense_below)
     state = state_of(request)
@@ -89,7 +90,7 @@ def split_prompt(
         yield PrefillSpan(row, max(start, dense), end, None)
 
 
-def note_chunk_end(request: Any, end: int) -> None:
+def note_chunk_end(request: Req, end: int) -> None:
     """Remember that a pass ended within a group: nothing from this group on may be shared."""
     method, state = sharing_method(request), state_of(request)
     if method is None or state is None or end >= len(request.origin_input_ids):
@@ -118,7 +119,7 @@ def follow_cuts(
     return before, state.cut
 
 
-def limit_match(found: int, request: Any, *_: Any) -> int:
+def limit_match(found: int, request: Req, *_: object) -> int:
     """After ``Req._compute_max_prefix_len``: a prefix ends where its KV is a function of its tokens.
 
     And before the tokens whose queries a method needs, see ``PromptSelector``.
@@ -129,7 +130,7 @@ def limit_match(found: int, request: Any, *_: Any) -> int:
     return found if method is None else method.boundary(min(found, share_limit(request, method)))
 
 
-def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def add_request(original: Callable[..., object], adder: Any, request: Req, *args: object, **kwargs: object) -> object:
     """Around ``PrefillAdder.add_one_req``: a request's first chunk ends where it may, or waits for more budget.
 
     And it leaves room for what requests copy of their prompts, see ``room_for_a_copy``.
@@ -142,7 +143,7 @@ def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: A
     return AddReqResult.OTHER
 
 
-def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
+def add_chunk(original: Callable[..., object], adder: Any, request: Req) -> object:
     """Around ``PrefillAdder.add_chunked_req``: further chunks likewise.
 
     SGLang must be given a chunk here. Where memory for a whole group is lacking it gets what there is, and the request
@@ -154,7 +155,7 @@ def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
     return original(adder, request)
 
 
-def _end_where_allowed(adder: Any, request: Any, memory: int = sys.maxsize) -> bool:
+def _end_where_allowed(adder: Any, request: Req, memory: int = sys.maxsize) -> bool:
     """Set the chunk budget to what ends a chunk of the request where it may end; returns whether there is any such.
 
     That is at a boundary of the prefill method, and not within the window of the decode method.
@@ -193,14 +194,14 @@ def _mixed_rows(adder: Any) -> int:
     return len(running.reqs)
 
 
-def cache_whole_groups(original: Callable[..., None], tree: Any, request: Any, *, up_to: int, **kwargs: Any) -> None:
+def cache_whole_groups(original: Callable[..., None], tree: Any, request: Req, *, up_to: int, **kwargs: object) -> None:
     """Around ``UnifiedRadixCache.checkpoint``: insert whole groups; the rest stays the request's own."""
     method = sharing_method(request)
     limit = up_to if method is None else min(up_to, share_limit(request, method))
     return original(tree, request, up_to=limit, **kwargs)
 
 
-def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
+def begin(backend: Any, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
     """Tell the backend what of an extend batch is sparse.
 
     Args:

@@ -81,7 +81,7 @@ def require_whole_groups(method: PrefillGroups | None, ends: Sequence[int]) -> N
             raise InexactTreeError(f"a node of the radix tree that ends with token {end - 1} cuts a group")
 
 
-def mark_lookup(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+def mark_lookup(original: Callable[..., object], tree: Any, params: Any) -> object:
     """Around ``UnifiedRadixCache.match_prefix``: look for a key whose groups are marked.
 
     SGLang may look up every waiting request in each scheduling step, so each request keeps its marked tokens.
@@ -92,7 +92,7 @@ def mark_lookup(original: Callable[..., Any], tree: Any, params: Any) -> Any:
     return original(tree, replace(params, key=key))
 
 
-def mark_insert(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+def mark_insert(original: Callable[..., object], tree: Any, params: Any) -> object:
     """Around ``UnifiedRadixCache.insert``: insert such a key, and remember it where the tree is to be checked."""
     key = tree_key(tree, params.key)
     result = original(tree, replace(params, key=key))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.attention.prompt_selection import KeepPath, PromptEnd
+from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
 from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
@@ -22,7 +23,7 @@ def choosing(options: RequestOptions) -> tuple[PromptSelector, ...]:
     return prompt_selectors(options.decode.methods) if options.sparse else ()
 
 
-def window_start(settings: Settings | None, request: Any) -> int | None:
+def window_start(settings: Settings | None, request: Req) -> int | None:
     """Return the position of the first token of a request's window, or None where it needs none.
 
     Where several methods have one, that of the longest: the others are within it.
@@ -54,7 +55,7 @@ def outside(position: int, start: int | None, prompt: int, page_size: int) -> in
     return start // page_size * page_size
 
 
-def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
+def begin(backend: Any, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
     """Tell the backend which prompts a pass completes; copies that are due are launched before it.
 
     Args:
@@ -69,7 +70,7 @@ def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
         path.begin(list(_prompt_ends(path, batch)) if prefills else [], forward_batch.req_pool_indices)
 
 
-def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
+def _prompt_ends(path: KeepPath, batch: ScheduleBatch) -> Iterator[PromptEnd]:
     first = 0
     for row, request in enumerate(batch.reqs):
         start, prompt = batch.prefix_lens[row], len(request.origin_input_ids)

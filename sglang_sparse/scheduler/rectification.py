@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.attention.protocols import Req, ScheduleBatch
 from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
 from sglang_sparse.scheduler.request_fields import committed_len
@@ -81,7 +82,7 @@ class Rectification:
         parts: which of them, as indices of ``due``, share a pass.
     """
 
-    outer_batch: Any
+    outer_batch: ScheduleBatch
     due: list[int]
     spans: list[Span]
     late: list[int]
@@ -123,7 +124,7 @@ def plan_step(settings: Settings, batch: Any, max_tokens: int, divide: Divide | 
     return Rectification(batch, due, spans, late, parts)
 
 
-def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def run_step(original: Callable[..., object], worker: Any, batch: Any, *args: object, **kwargs: object) -> object:
     """Around ``TpModelWorker.forward_batch_generation``: launch a decode step, with rectification where due."""
     settings = settings_of(worker.server_args)
     if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
@@ -136,7 +137,7 @@ def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, 
         backend.rectifying = None
 
 
-def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: object, **kwargs: object) -> Any:
     """Around ``ModelRunner.forward``: the extend passes over due rows, then the decode pass over the others.
 
     In this order, because a decode graph publishes that the step has read ``req_to_token`` before it is replayed.
@@ -208,7 +209,7 @@ def _count(counts: RectifyCounts, step: Rectification, second_pass: bool) -> Non
         counts.max_delay_steps = max(counts.max_delay_steps, late)
 
 
-def finish_exactly(original: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
+def finish_exactly(original: Callable[..., None], scheduler: Any, batch: ScheduleBatch, result: Any) -> None:
     """Around ``Scheduler.process_batch_result``: with ``rectify_on_finish``, make finished requests exact to the end.
 
     Their release is held back until this step's results are processed, then all their tails are re-encoded, at most
@@ -249,7 +250,7 @@ def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list
     return groups
 
 
-def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+def hold_release(original: Callable[..., None], request: Req, tree_cache: Any, *, checkpoint: bool) -> None:
     """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet.
 
     One that is compacted has nothing to insert: its row no longer begins with its prompt.
@@ -274,7 +275,7 @@ def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, *
     return None
 
 
-def _rectify_tails(scheduler: Any, batch: Any, spans: list[Span]) -> None:
+def _rectify_tails(scheduler: Any, batch: ScheduleBatch, spans: list[Span]) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     runner = scheduler.tp_worker.model_runner

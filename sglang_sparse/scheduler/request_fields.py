@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_sparse.attention.protocols import Req
 
-def pool_row(request: Any) -> int:
+
+def pool_row(request: Req) -> int:
     """Return a request's row in ``req_to_token``; None where it holds no KV."""
     return request.kv.req_pool_idx
 
 
-def committed_len(request: Any) -> int:
+def committed_len(request: Req) -> int:
     """Return the tokens whose KV a request has written or found."""
     return request.kv.kv_committed_len
 
 
-def protected_len(request: Any) -> int:
+def protected_len(request: Req) -> int:
     """Return where a request's own pages begin; the tree holds those before."""
     return request.kv.cache_protected_len
 
 
-def prefix_len(request: Any) -> int:
+def prefix_len(request: Req) -> int:
     """Return the tokens that the next pass over a request need not compute."""
     return request.prefix_len
 
 
-def prefill_end(request: Any) -> int | None:
+def prefill_end(request: Req) -> int | None:
     """Return where the last chunk of a request's prompt ends; None before its first chunk.
 
     SGLang overwrites it for rows that decode within a mixed batch.
@@ -33,12 +35,12 @@ def prefill_end(request: Any) -> int | None:
     return request.extend_end
 
 
-def locked_node(request: Any) -> int | None:
+def locked_node(request: Req) -> int | None:
     """Return the tree node that a request has locked, or None."""
     return None if request.lock is None else request.lock.node
 
 
-def leave_tree(request: Any, tree: Any, own_from: int) -> None:
+def leave_tree(request: Req, tree: Any, own_from: int) -> None:
     """Give up a request's lock of the tree: from now on its own pages begin at ``own_from``."""
     tree.unlock(request.lock)
     request.lock = request.last_node = None
@@ -46,6 +48,6 @@ def leave_tree(request: Any, tree: Any, own_from: int) -> None:
     request.kv.cache_protected_len = own_from
 
 
-def free_tokens(request: Any, tree: Any, start: int, end: int) -> None:
+def free_tokens(request: Req, tree: Any, start: int, end: int) -> None:
     """Free the slots of a request's tokens from ``start``, the beginning of a page, up to ``end``."""
     tree.free_kv_row(request.kv, [(start, end)])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sglang_sparse.attention.protocols import Req
 from sglang_sparse.config.request_options import RequestOptions, parse_options
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.methods.prefill import CutPrompt
@@ -43,12 +44,12 @@ class RequestState:
     compacted: bool = False
 
 
-def state_of(request: Any) -> RequestState | None:
+def state_of(request: Req) -> RequestState | None:
     """Return what is kept about SGLang's ``Req``, or None on a dense server."""
     return getattr(request, ATTRIBUTE, None)
 
 
-def options_of(settings: Settings, request: Any) -> RequestOptions:
+def options_of(settings: Settings, request: Req) -> RequestOptions:
     """Return what a ``Req`` asks for, read when it is first needed."""
     options = getattr(request, OPTIONS_ATTRIBUTE, None)
     if options is None:
@@ -57,7 +58,7 @@ def options_of(settings: Settings, request: Any) -> RequestOptions:
     return options
 
 
-def ensure_state(settings: Settings, counts: RectifyCounts, request: Any) -> RequestState:
+def ensure_state(settings: Settings, counts: RectifyCounts, request: Req) -> RequestState:
     """Return what is kept about a ``Req``, made when it first runs."""
     state = state_of(request)
     if state is None:

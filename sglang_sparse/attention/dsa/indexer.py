@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
+from sglang_sparse.attention.protocols import ForwardBatch
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.index_topk.choose import choose_in_parts, queries_at_once, slots_of
@@ -72,7 +73,7 @@ class IndexerBatch:
             self.slots[:, :1].clamp_(min=NO_TOKEN)
 
 
-def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int, topk: int) -> IndexerBatch:
+def begin_pass(backend: SparseAttentionBackend, forward_batch: ForwardBatch, tokens: int, topk: int) -> IndexerBatch:
     """Make what the layers of a pass share, from what is on the device already.
 
     By the first layer: within a CUDA graph it is made in every replay, as the lengths differ.
@@ -125,7 +126,7 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     return batch
 
 
-def _require_short(forward_batch: Any, topk: int) -> None:
+def _require_short(forward_batch: ForwardBatch, topk: int) -> None:
     """Refuse a decode batch without a view that has a row with more tokens than may be chosen: it would see the first.
 
     By what SGLang knows on the host.
@@ -145,7 +146,7 @@ def choose(
     x: torch.Tensor,
     q_lora: torch.Tensor,
     positions: torch.Tensor,
-    forward_batch: Any,
+    forward_batch: ForwardBatch,
     layer_id: int,
     return_indices: bool = True,
     use_cuda_graph: bool = True,
@@ -200,7 +201,7 @@ def _count_native(backend: Any) -> None:
         view.stats[:3] += counts * backend.counters.sparse_layers
 
 
-def _store(backend: Any, key: torch.Tensor, forward_batch: Any, buffer: torch.Tensor) -> None:
+def _store(backend: Any, key: torch.Tensor, forward_batch: ForwardBatch, buffer: torch.Tensor) -> None:
     # As SGLang's fused kernel on CUDA, and as its fallback elsewhere.
     quantized = index_keys.quantize(key, rotate=False, powers=not key.is_cuda)
     index_keys.store(*quantized, forward_batch.out_cache_loc, buffer)
