@@ -18,7 +18,7 @@ the rounds of an earlier file of this command in the place of a server's and sum
 peer was measured anew, or later. Header and revision stay those of the measurement; ``again`` in the header says which
 file it was, with which peers, and by which revision it was summarised again.
 
-The header says what the server runs on, see `eval.live.machine`.
+The header says what the server runs on, see `eval.lab.servers.server_facts`.
 
 ``bound_ratio`` compares the rectified arm with what it should cost: the sparse arm, and one pass of dense attention
 every f tokens. That pass is the dense arm less the short one, which is the attention over the context alone. Peers do

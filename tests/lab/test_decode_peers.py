@@ -13,9 +13,9 @@ import pytest
 from decode_peer_files import FACTS, ROW, peer_file
 
 from eval.lab import bench_decode
+from eval.lab.servers import server_facts
 from eval.lab.servers.decode import decode, memory
 from eval.lab.servers.decode_peers import read_peers
-from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import PACKAGES
 from eval.live.record import read_rows, versions
@@ -93,7 +93,7 @@ def asked_of(server: Server, out: Path, *more: str) -> int:
 
 @pytest.mark.parametrize("server", [False, True], indirect=True, ids=["stock", "sparse"])
 def test_dense_alone(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "listener", lambda port: ["/usr/bin/python", "-m", "sglang.launch_server"])
+    monkeypatch.setattr(server_facts, "listener", lambda port: ["/usr/bin/python", "-m", "sglang.launch_server"])
     out = tmp_path / "dense.jsonl"
     assert server.info is not None
     if server.state is not None:

@@ -16,7 +16,7 @@ import pytest
 from profile_traces import event, replays, with_passes, write
 
 from eval.lab import documents, profile_decode
-from eval.live import machine
+from eval.lab.servers import server_facts
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import read_rows
 
@@ -144,8 +144,8 @@ def asked_of(server: Server, out: Path, *more: str) -> int:
 def test_profile_of_a_server(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "listener", lambda port: ["python", "-m", "sglang.launch_server"])
-    monkeypatch.setattr(machine, "gpus", lambda: "NVIDIA L4")
+    monkeypatch.setattr(server_facts, "listener", lambda port: ["python", "-m", "sglang.launch_server"])
+    monkeypatch.setattr(server_facts, "gpus", lambda: "NVIDIA L4")
     sparse = server.info is not None and "sparse" in server.info["internal_states"][0]
     if server.info and sparse:
         server.info["internal_states"][0]["sparse"] |= {"device": "NVIDIA H200", "versions": {"torch": "1"}}
