@@ -49,8 +49,7 @@ from tqdm import tqdm
 
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError
-from eval.live.machine import this_machine
-from eval.live.record import Record
+from eval.live.record import Record, this_machine
 from eval.live.runner import arguments_of
 from eval.serving import first_token, prefix_hits
 from eval.serving.grid import (

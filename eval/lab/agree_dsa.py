@@ -43,8 +43,7 @@ from eval.lab.agreement.dsa_checkpoint import SIZES
 from eval.lab.agreement.dsa_servers import ask, distributions, make_asked, serve, watched_answers
 from eval.lab.tables.files import measured
 from eval.live.counters import EvaluationError
-from eval.live.machine import this_machine
-from eval.live.record import Record, versions
+from eval.live.record import Record, this_machine, versions
 from eval.texts.lengths import length
 
 # The implementations of both servers, the watched one first.

@@ -37,8 +37,7 @@ from eval.lab.tables.files import measured
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
-from eval.live.machine import this_machine
-from eval.live.record import Record, summarised
+from eval.live.record import Record, summarised, this_machine
 from eval.serving.grid import batch_flags
 from eval.tasks.judge_commands import Target, reach, run_judge, serving_command
 from eval.tasks.judge_rows import serving_rows

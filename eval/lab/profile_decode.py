@@ -11,7 +11,8 @@ step is and how its time is charged, `eval.lab.servers.profile` which kernels ma
 Arm ``dense`` asks a sparse server with ``sparse: false``, ``sparse`` never rectifies, so that all steps are alike, and
 of ``rectified`` the passes are profiled that encode the last ``--interval`` tokens of all requests again, not the steps
 between them: with the attention's rate in TFLOP/s, where the model's config is at hand. Only rank 0 of a
-tensor-parallel server is read. The header says what the server runs on, see `eval.lab.servers.server_facts`. ``--from FILE`` prints
+tensor-parallel server is read. The header says what the server runs on, see `eval.lab.servers.server_facts`.
+``--from FILE`` prints
 the tables of a result file, or of a trace, again.
 """
 

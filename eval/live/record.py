@@ -60,6 +60,8 @@ SAME_SERVER = (
     "page_size",
 )
 
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+
 
 def git_revision() -> str:
     """The revision of this checkout, with ``+`` when files differ from it, or "unknown"."""
@@ -231,3 +233,15 @@ def require_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     found = [f"{name} was {was!r} and is {value!r}" for name, was, value in differing if was != value]
     if found:
         raise EvaluationError(f"{path} holds other results ({'; '.join(found)}): delete it or give another --out")
+
+
+def gpus() -> str | None:
+    """The names of the GPUs that this process sees, each kind once; None without any."""
+    import torch
+
+    return " or ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})) or None
+
+
+def this_machine() -> dict[str, Any]:
+    """``device`` and ``versions`` of the servers that this process starts."""
+    return {"device": gpus() or "cpu", "versions": versions(PACKAGES)}

@@ -10,8 +10,7 @@ from eval import bench_serving, report
 from eval.bench_serving import parse
 from eval.live.client import Chunk
 from eval.live.counters import COUNTED, EvaluationError
-from eval.live.machine import this_machine
-from eval.live.record import read_rows
+from eval.live.record import read_rows, this_machine
 from eval.serving import first_token, measurement
 from eval.serving.grid import Cell, server_flags, short_contexts, streams, summarise, unfit
 

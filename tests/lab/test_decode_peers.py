@@ -17,8 +17,7 @@ from eval.lab.servers import server_facts
 from eval.lab.servers.decode import decode, memory
 from eval.lab.servers.decode_peers import read_peers
 from eval.live.counters import COUNTED, EvaluationError
-from eval.live.machine import PACKAGES
-from eval.live.record import read_rows, versions
+from eval.live.record import PACKAGES, read_rows, versions
 
 OWN = {"server": FACTS, "batch": 1, "context": 64}
 

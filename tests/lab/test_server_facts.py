@@ -12,7 +12,7 @@ import torch
 
 from eval.lab.servers import server_facts
 from eval.lab.servers.server_facts import is_loopback, listening, machine_of
-from eval.live.machine import PACKAGES, this_machine
+from eval.live.record import PACKAGES, this_machine
 
 LISTENS = """
 import socket, time

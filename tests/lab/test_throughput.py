@@ -11,8 +11,7 @@ from serving_stubs import Connected, FakeServer, after, install, result
 from eval.lab import bench_throughput, documents
 from eval.lab.bench_throughput import parse
 from eval.lab.tables import files
-from eval.live.machine import this_machine
-from eval.live.record import read_rows
+from eval.live.record import read_rows, this_machine
 from eval.serving import measurement
 
 SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']

@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from eval.live.machine import PACKAGES, gpus
-from eval.live.record import versions
+from eval.live.record import PACKAGES, gpus, versions
 
 # In arguments with NUL between them, which none can hold.
 SECRET = re.compile(r"(--[\w-]*(?:api-key|password)[=\0])[^\0]*")
