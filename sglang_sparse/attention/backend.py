@@ -170,7 +170,7 @@ class SparseAttentionBackend(DelegatingBackend):
         if not self._pools.layers:
             return
         self._graph_views = self._allocate(max_bs)
-        said = "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, beside the KV pool"
+        said = "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, next to the KV pool"
         logger.info(said, views_nbytes(self._graph_views) / 2**20, max_bs)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

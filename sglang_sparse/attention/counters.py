@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.aux_buffers import AuxBuffers
 
 KEY = "sparse"
-# What a prefill method did; beside the totals of decode each name has the prefix ``prefill_``.
+# What a prefill method did; next to the totals of decode each name has the prefix ``prefill_``.
 PREFILL_TOTALS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).with_name("crossover.json")
 # The method that ``sglang_sparse.tune`` measures.
 TUNED = "resa"
-# Fields of the config by which a step takes longer or shorter, beside the share of the pages.
+# Fields of the config by which a step takes longer or shorter, in addition to the share of the pages.
 _SELECTION = {"summary": None, "group": None, "summary_dtype": "auto"}
 # What tells two entries of a table apart; the first ones are what `setup` returns.
 KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", *_SELECTION, "active_ratio")
@@ -46,7 +46,7 @@ class Crossover:
 
 
 def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dict[str, Any]:
-    """What a measured crossover depends on, beside the share of the pages, as an entry of the table has it.
+    """What a measured crossover depends on, in addition to the share of the pages, as an entry of the table has it.
 
     Args:
         method: name of the decode method.

@@ -30,7 +30,7 @@ class DecodePath:
 
     Args:
         methods: the decode methods.
-        aux: their buffers beside the KV pool.
+        aux: their buffers next to the KV pool.
         kv_pool: SGLang's.
         model: the attention layers of this rank.
 

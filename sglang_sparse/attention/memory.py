@@ -37,7 +37,7 @@ MOST_ROWS = 4096
 
 @dataclass(frozen=True)
 class Need:
-    """Memory to keep free beside the KV pool.
+    """Memory to keep free next to the KV pool.
 
     Attributes:
         nbytes: how much.
@@ -310,7 +310,7 @@ def attach_aux_pools(kv_pool: KVPool, configurator: Any, **_: object) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     latent = settings.method.kind_of(configurator.model_config) != "MHA"
-    # A platform may have a subclass of its own for MLA; those that store something else are refused by model or flag.
+    # A platform may have its own subclass for MLA; those that store something else are refused by model or flag.
     if not isinstance(kv_pool, MLATokenToKVPool) if latent else type(kv_pool) is not MHATokenToKVPool:
         needed = (MLATokenToKVPool if latent else MHATokenToKVPool).__name__
         raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")

@@ -124,7 +124,7 @@ class KeepPath:
             self._groups.append((slots, lengths, queries, (starts // self._page_size).to(torch.int32).contiguous()))
 
     def keep(self, query: torch.Tensor, layer: RadixAttention) -> None:
-        """Let the method choose in one layer whose keys are written, if it is one of its own.
+        """Let the method choose in one layer whose keys are written, if it is one of its layers.
 
         Args:
             query: ``[tokens, q_heads * head_dim]`` of the whole pass; a graph pads it.

@@ -285,7 +285,7 @@ def _shared_fields(origin: str, found: RuleMethods, fields: Sequence[str]) -> di
         if len(values) > 1 and (asked or field != "dense_tail"):
             said = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in values.items())
             raise SparseArgumentError(
-                f'{origin}: {field} is {said}; allowed: one for all rules: set it beside "{LAYERS}"'
+                f'{origin}: {field} is {said}; allowed: one for all rules: set it next to "{LAYERS}"'
             )
         shared[field] = max(values) if field == "dense_tail" else next(iter(values))
     return shared

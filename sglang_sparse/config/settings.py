@@ -56,7 +56,7 @@ class Settings:
 
     @property
     def comes_along(self) -> bool:
-        """Whether the prefill method is the one that the decode method brings, which no flag of its own asked for."""
+        """Whether the prefill method is the one that the decode method brings, without a separate flag."""
         own = self.decode.prefill_fields() if self.name == self.prefill_name else None
         if own is None or self.prefill is None or self.prefill_rules:
             return False
@@ -138,7 +138,7 @@ def build(
     else:
         config = validated(f"--sparse-config of {name}", method_class.config_class, fields, checkpoint)
         decode = DecodeGroups([str(name)], [method_class(config)])
-    # Asked for by its name and without a config of its own, it is the one that comes along all the same.
+    # Asked for by its name and without a separate config, it is the one that comes along all the same.
     comes_along = name and (prefill_name is None or (prefill_name == name and not prefill_fields))
     if name and comes_along and (own := decode.prefill_fields()) is not None:
         prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)

@@ -1,4 +1,4 @@
-"""Buffers that stand beside SGLang's KV pool and share its page ids."""
+"""Buffers that stand next to SGLang's KV pool and share its page ids."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def page_ends(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     Args:
         slots: ``[tokens]`` int64, the slots written, request after request in the order of positions; slots of page
             0 pad a graph, as a rule slot 0.
-        page_size: tokens per page, or of a part that has an entry of its own.
+        page_size: tokens per page, or of a part that has its own entry.
 
     Returns:
         ``[tokens]`` int64, the slots whose successor is not the next slot of the same page, -1 elsewhere. Two

@@ -44,7 +44,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class AuxSpec:
-    """A buffer that stands beside the KV pool and shares its page ids, one a sparse layer.
+    """A buffer that stands next to the KV pool and shares its page ids, one a sparse layer.
 
     Attributes:
         name: how ``select`` asks for it.
@@ -102,8 +102,8 @@ class DecodeMethod:
             allocated. Where that depends on the server, see `buffers`.
         fp8_kv: it serves a KV cache of float8_e4m3fn.
         needs_float8: that takes a GPU that has float8.
-        flag_limits: server flags that it refuses beside those that no method serves.
-        combines: its layers may stand beside those of another method for this kind of attention, or of another config.
+        flag_limits: server flags that it refuses in addition to those that no method serves.
+        combines: its layers may be combined with those of another method for this kind of attention, or config.
             It is told all it needs by each call, and its config is a ``RectifyConfig``. See `alone`, too.
         more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
         config: the configuration.
@@ -145,7 +145,7 @@ class DecodeMethod:
 
     @property
     def alone(self) -> str | None:
-        """Why a method that ``combines`` stands beside dense layers alone with this config, or None."""
+        """Why a method that ``combines`` can only be combined with dense layers under this config, or None."""
         return None
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class DecodeMethod:
         return None
 
     def refuse_weights(self, model_config: object) -> str | None:
-        """Say why this config is not for a model's weights, or None; asked only where these are at hand.
+        """Say why this config is not for a model's weights, or None; asked only if these are available.
 
         Args:
             model_config: SGLang's ``ModelConfig``.
@@ -207,7 +207,7 @@ class DecodeMethod:
         return type(self)(self.config.model_copy(update=fields))
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """Return the buffers to keep beside the KV pool; none where nothing but the KV itself is read."""
+        """Return the buffers to keep next to the KV pool; none where nothing but the KV itself is read."""
         return ()
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:

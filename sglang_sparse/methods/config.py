@@ -58,7 +58,7 @@ class SparseConfig(BaseModel):
 
     @classmethod
     def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return a user's fields with what the model's config.json says in the place of those that ask for it.
+        """Return a user's fields with what the model's config.json says instead of those that ask for it.
 
         Args:
             fields: what the user gave.
@@ -169,7 +169,7 @@ def validated(
         origin: what the message begins with.
         config_class: of the method.
         fields: what the user gave.
-        checkpoint: reads the model's config.json, which a config may ask for; None where no model is at hand.
+        checkpoint: reads the model's config.json, which a config may ask for; None without a model.
 
     Raises:
         SparseArgumentError: names each wrong field, what was got and what is allowed.

@@ -61,7 +61,7 @@ class LayerGroups(Generic[M]):
         return next((reason for method in self.methods if (reason := method.refuse(model_config))), None)
 
     def refuse_weights(self, model_config: Any) -> str | None:
-        """Say why a config is not for a model's weights, or None; asked only where these are at hand."""
+        """Say why a config is not for a model's weights, or None; asked only if these are available."""
         return next((reason for method in self.methods if (reason := method.refuse_weights(model_config))), None)
 
     def warnings(self) -> tuple[str, ...]:
@@ -111,14 +111,14 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
         )
 
     def prefill_fields(self) -> dict[str, Any] | None:
-        """See ``DecodeMethod.prefill_fields``; beside rules of several methods prefill has a flag of its own."""
+        """See ``DecodeMethod.prefill_fields``; with rules of several methods prefill has a separate flag."""
         return self.methods[0].prefill_fields() if len(self.methods) == 1 else None
 
     def warnings(self) -> tuple[str, ...]:
-        """What to tell the user at start; among it that methods of both phases only decode in layers of their own."""
+        """What to tell the user at start; among it that methods of both phases only decode in separate layers."""
         several = zip(self.names, self.configs, strict=True) if len(self.methods) > 1 else ()
         both = [name for name, config in several if config.phase_fields]
-        said = [f"{name} decodes in layers of its own; prefill is what --sparse-prefill-method says" for name in both]
+        said = [f"{name} only decodes in its layers; --sparse-prefill-method decides prefill" for name in both]
         return tuple(dict.fromkeys((*said, *super().warnings())))
 
 
@@ -137,7 +137,7 @@ class PrefillGroups(LayerGroups[PrefillMethod]):
         dense_below: where all methods begin, at the end of a group of all.
 
     Raises:
-        ValueError: one of several begins elsewhere than it is told to, or has a rule of its own of what may be shared.
+        ValueError: one of several begins elsewhere than it is told to, or has a separate rule of what may be shared.
     """
 
     shared = PrefillConfig
@@ -176,5 +176,5 @@ class PrefillGroups(LayerGroups[PrefillMethod]):
 def _require_begin(name: str, method: PrefillMethod, begin: int) -> None:
     own = [rule for rule in ("boundary", "dense_from") if getattr(type(method), rule) != getattr(PrefillMethod, rule)]
     if method.dense_below != begin or own:
-        found = f"has {own[0]}() of its own" if own else f"begins at {method.dense_below} where {begin} is asked"
+        found = f"has its own {own[0]}()" if own else f"begins at {method.dense_below} where {begin} is asked"
         raise ValueError(f"{name} {found}; allowed: all sparse layers for it alone")

@@ -143,12 +143,12 @@ class PrefillMethod(ABC):
     groups of ``group_tokens``, aligned to absolute positions: within a group a token's output may depend on later
     tokens of the group. Prefixes are therefore matched, cached and cut into chunks at these ends alone, see
     ``scheduler/prefill_chunks.py``. Positions below ``dense_below`` are dense for every prompt, and there any page end
-    will do. To have layers beside other methods (``PrefillGroups``) a method begins where ``crossover_tokens`` says if
+    will do. To share a model with other methods (``PrefillGroups``) a method begins where ``crossover_tokens`` says if
     that is the end of a group, and leaves ``boundary`` and ``dense_from`` as they are.
 
     Attributes:
         config: the configuration.
-        more_counts: names of what ``attend`` counts beside pairs, for the server info; what attends densely adds
+        more_counts: names of what ``attend`` counts in addition to pairs, for the server info; dense attention adds
             nothing to it.
     """
 
@@ -192,7 +192,7 @@ class PrefillMethod(ABC):
         return None
 
     def refuse_weights(self, model_config: Any) -> str | None:
-        """Say why this config is not for a model's weights, or None; asked only where these are at hand.
+        """Say why this config is not for a model's weights, or None; asked only if these are available.
 
         Args:
             model_config: SGLang's ``ModelConfig``.
@@ -209,7 +209,7 @@ class PrefillMethod(ABC):
 
     @abstractmethod
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
-        """Return an upper bound of the GPU memory that a layer's ``attend`` takes beside its inputs, in bytes.
+        """Return an upper bound of the GPU memory that a layer's ``attend`` takes in addition to its inputs, in bytes.
 
         SGLang's KV pool is made smaller by it, see ``attention/memory.py``.
 

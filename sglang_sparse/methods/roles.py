@@ -89,7 +89,7 @@ class PromptSelector(DecodeMethod, ABC):
 
     @property
     def compacts(self) -> bool:
-        """Whether what a request keeps moves to pages of its own, so that the prompt's may be evicted."""
+        """Whether what a request keeps moves to separate pages, so that the prompt's may be evicted."""
         return False
 
     @abstractmethod
@@ -116,7 +116,7 @@ class PromptSelector(DecodeMethod, ABC):
 
     @abstractmethod
     def keep_scratch_bytes(self, model: ModelShape, prompts: int, max_context: int) -> int:
-        """Return an upper bound of the GPU memory that ``keep`` takes beside its inputs, in bytes.
+        """Return an upper bound of the GPU memory that ``keep`` takes in addition to its inputs, in bytes.
 
         Args:
             model: the model.

@@ -1,4 +1,4 @@
-"""Compaction: what a request keeps of its prompt moves to pages of its own, and the prompt may leave the KV pool.
+"""Compaction: what a request keeps of its prompt moves to separate pages, and the prompt may leave the KV pool.
 
 Source: the first stage of RocketKV (arXiv:2502.14051), permanent KV cache eviction. Unlike there, the prompt stays in
 the radix tree, without this request's lock: the tree evicts it when it needs the memory, and other requests find it
@@ -11,7 +11,7 @@ the request's own pages begin, moves back to them, which makes SGLang's accounti
 
 A prompt and its private copy exist side by side for a moment. Room for one copy is enough for a whole batch, as each
 prompt that is let go makes room for the next, so SGLang is made to leave that much free where it admits a request
-beside others. Where there is no room all the same the request goes on as it is and tries again at its next step: nobody
+together with others. If there is still no room, the request goes on as it is and tries again at its next step: nobody
 waits for it, and a request alone is admitted as always. A copy leaves a page for each row's next token, so that it is
 not what a request is retracted for.
 """
@@ -276,7 +276,7 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Req) -> Iter
     Args:
         settings: the server's.
         adder: SGLang's ``PrefillAdder``.
-        request: that would run beside those that are admitted already.
+        request: that would run together with those that are admitted already.
     """
     method = settings.method if settings else None
     if settings is None or not (isinstance(method, PromptSelector) and method.compacts):

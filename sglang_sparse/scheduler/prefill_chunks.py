@@ -185,7 +185,7 @@ def _end_where_allowed(adder: Any, request: Req, memory: int = sys.maxsize) -> b
 
 
 def _mixed_rows(adder: Any) -> int:
-    """How many rows will decode beside the prompts of a pass that has none yet."""
+    """How many rows will decode together with the prompts of a pass that has none yet."""
     from sglang.srt.runtime_context import get_server_args
 
     running = adder.running_batch

@@ -34,7 +34,7 @@ SKIP_NAME = {"name": "skip_softmax"}
 MIXED = {"0-1": {}, "2-": SKIP}
 # Groups of 32 and of 128 tokens, with thresholds that leave nothing out.
 PARTS = {"0": {"block_size": 16, "step": 2, "theta": 1e9}, "2": {**SKIP, "threshold_scale_factor": 0}}
-APART = ("layers: ", 'allowed: one for all rules: set it beside "layers"')
+APART = ("layers: ", 'allowed: one for all rules: set it next to "layers"')
 GROUP, HEADS, DIM, PAGE, TOKENS = 128, 2, 16, 16, 512
 
 

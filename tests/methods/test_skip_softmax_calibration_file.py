@@ -125,7 +125,7 @@ def test_what_is_no_share(tmp_path: Path, target: Any) -> None:
 
 def test_a_share_and_a_factor_exclude_each_other(tmp_path: Path) -> None:
     message = refused(checkpoint(tmp_path, OLD), target_sparsity=0.5, threshold_scale_factor=9)
-    assert "target_sparsity: got 0.5 beside threshold_scale_factor; allowed: one of them" in message
+    assert "target_sparsity: got 0.5 together with threshold_scale_factor; allowed: one of them" in message
 
 
 def test_without_a_model_there_is_no_share(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_a_file_of_other_layers_is_refused(tmp_path: Path) -> None:
         ({}, "calibration_file: got 'FILE' without target_sparsity; allowed: both, or neither"),
         (
             {"target_sparsity": 0.5, "threshold_scale_factor": 9},
-            "calibration_file: got 'FILE' beside threshold_scale_factor; allowed: one of them",
+            "calibration_file: got 'FILE' together with threshold_scale_factor; allowed: one of them",
         ),
-        ({"threshold_scale_factor": 9}, "calibration_file: got 'FILE' beside threshold_scale_factor"),
+        ({"threshold_scale_factor": 9}, "calibration_file: got 'FILE' together with threshold_scale_factor"),
     ],
 )
 def test_what_a_file_does_not_go_with(tmp_path: Path, fields: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""DSA in the model: the indexer's selection in place of SGLang's kernels; ``latents.py`` attends to it.
+"""DSA in the model: the indexer's selection instead of SGLang's kernels; ``latents.py`` attends to it.
 
 SGLang's ``Indexer`` makes queries and keys, rotated; its KV pool holds the keys, page for page with the latents, so
 that prefix hits, chunks and retraction carry them along. Here they are quantised, stored and scored, and the best are

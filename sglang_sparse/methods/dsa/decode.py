@@ -51,7 +51,7 @@ def _one_for_all_stages(value: object) -> object:
     return value
 
 
-# Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
+# Tokens of a page in which SGLang keeps an indexer's keys; it would put this instead of another one silently.
 INDEXER_PAGE = 64
 INDEXER_LIMITS = (
     FlagLimit(
@@ -117,7 +117,7 @@ class Dsa(DecodeMethod):
     config_class = DsaConfig
     attention = "DSA"
     selects_in_model = True
-    # The indexer makes logits and selection of its own, and names tokens by their positions.
+    # The indexer makes its own logits and selection, and names tokens by their positions.
     view_buffers = ()
     # Those of this project make float8 of integers.
     needs_float8 = False
@@ -172,7 +172,7 @@ class Dsa(DecodeMethod):
     def refuse_weights(self, model_config: Any) -> str | None:
         """Refuse weights without an indexer in every layer, or with another one than the config's.
 
-        Weights that are not at hand are not judged, and a warning says so.
+        Weights that are not available are not judged, and a warning says so.
         """
         config = model_config.hf_text_config
         try:
@@ -182,7 +182,7 @@ class Dsa(DecodeMethod):
         if found is None:
             logger.warning(
                 "sglang_sparse: whether the weights of %s hold its indexers is not known: its safetensors files are "
-                "not all at hand; once it is loaded they are looked for again",
+                "not all available; they are checked again once it is loaded",
                 model_config.model_path,
             )
             return None
@@ -207,7 +207,7 @@ class Dsa(DecodeMethod):
         return sparse_mla_decode.scratch_bytes(rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)
 
     def selection_bytes(self, queries: int, width: int, device: torch.device) -> int:
-        """Logits of as many queries as are served at a time, or what choosing from SGLang's takes beside them; SGLang
+        """Logits of as many queries as are served at a time, or what choosing from SGLang's takes in addition; SGLang
         divides its own by the memory that it finds free.
         """
         if self.native("topk"):

@@ -5,7 +5,7 @@ TensorRT-LLM reads it. One of its ``config_groups`` is about Skip-Softmax: its `
 ones its ``sparse_algo`` "softmax_skip". That group, in older ones the table itself, has a ``threshold_scale_factor``: a
 formula over ``target_sparsity`` and its coefficients for each phase. Differences: only the formula that Model Optimizer
 exports is understood, and a group that leaves layers dense (``ignore``) is refused. ``sglang_sparse.calibrate`` writes
-the same table into a file of its own, and says beside it of which model it is and for which shares it is good.
+the same table into a separate file, and says there of which model it is and for which shares it is good.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 PHASES = ("prefill", "decode")
 TABLE = "sparse_attention_config"
 FORMULA = "a * exp(b * target_sparsity)"
-# Stands in the config.json of a model that is not at hand: whether Model Optimizer has calibrated it is not known, and
-# what asks for it is not refused.
+# Stands in the config.json of a model that is not available: whether Model Optimizer has calibrated it is not known,
+# and what asks for it is not refused.
 STAND_IN = {TABLE: {"threshold_scale_factor": {"formula": FORMULA, "coefficients": {"a": 1.0, "b": 1.0}}}}
 MOST_EXPONENT = 100
 # Beyond any context, and a number in the kernels' float32 too.
@@ -44,7 +44,7 @@ def is_factor(value: Any) -> bool:
 
 
 def only_with_a_model(value: Any) -> None:
-    """Refuse a field that ``resolved_fields`` would have replaced: no model is at hand."""
+    """Refuse a field that ``resolved_fields`` would have replaced: there is no model."""
     if value is not None:
         raise ValueError("is resolved when a server starts, with its model, and not without one")
 
@@ -52,7 +52,7 @@ def only_with_a_model(value: Any) -> None:
 def resolved_fields(
     fields: dict[str, Any], checkpoint: Callable[[], Mapping[str, Any]], phases: Sequence[str] = PHASES
 ) -> dict[str, Any]:
-    """Put the factors of a calibration in the place of ``target_sparsity`` and ``calibration_file``.
+    """Put the factors of a calibration instead of ``target_sparsity`` and ``calibration_file``.
 
     Args:
         fields: what the user gave.
@@ -70,7 +70,7 @@ def resolved_fields(
         return fields
     name, value = ("target_sparsity", target) if file is None else ("calibration_file", file)
     if "threshold_scale_factor" in fields:
-        raise ValueError(f"{name}: got {value!r} beside threshold_scale_factor; allowed: one of them")
+        raise ValueError(f"{name}: got {value!r} together with threshold_scale_factor; allowed: one of them")
     if target is None:
         raise ValueError(f"calibration_file: got {file!r} without target_sparsity; allowed: both, or neither")
     shares = _shares(target, phases)
@@ -171,7 +171,7 @@ def _factors(
 
 
 def _scale_factor(table: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-    # TensorRT-LLM's guide shows the table itself in the place of its only group.
+    # TensorRT-LLM's guide shows the table itself instead of its only group.
     groups = table.get("config_groups", {"only": {"algorithm": "skip_softmax", **table}} if table else {})
     names = (("algorithm", "skip_softmax"), ("sparse_algo", "softmax_skip"))
     found = [
@@ -269,7 +269,7 @@ class Fit(BaseModel):
 
 
 class SkipCalibration(BaseModel):
-    """What stands under ``calibration``, beside a ``sparse_attention_config`` as Model Optimizer writes it.
+    """What stands under ``calibration``, next to a ``sparse_attention_config`` as Model Optimizer writes it.
 
     Attributes:
         method: the method that it is for.

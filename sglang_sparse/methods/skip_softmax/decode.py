@@ -76,7 +76,7 @@ class SkipSoftmaxDecodeConfig(RectifyConfig):
 
     @classmethod
     def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Put the factors that a calibration gives for it in the place of ``target_sparsity``."""
+        """Put the factors that a calibration gives for it instead of ``target_sparsity``."""
         return resolved_fields(fields, read)
 
 

@@ -81,7 +81,7 @@ class SkipSoftmaxConfig(PrefillConfig):
 
     @classmethod
     def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Put the factor that a calibration gives for it in the place of ``target_sparsity``."""
+        """Put the factor that a calibration gives for it instead of ``target_sparsity``."""
         return resolved_fields(fields, read, PREFILL)
 
 
