@@ -186,8 +186,8 @@ def test_a_prefill_config_repeats_what_decode_says_of_prefill(tmp_path: Path) ->
         with pytest.raises(ValueError) as caught:
             built(fields, {"layers": "2-"})
         message = str(caught.value)
-        assert message.startswith('--sparse-prefill-config of skip_softmax: got {"layers": "2-"}, which does not say')
-        assert "allowed: repeat here the share or factor of prefill, or leave it out there" in message
+        assert message.startswith('--sparse-prefill-config of skip_softmax: got {"layers": "2-"} without threshold_')
+        assert "allowed: repeat the share or factor of prefill here, or leave it out of --sparse-config" in message
     half = built({"target_sparsity": 0.5}, {"layers": "2-", "target_sparsity": 0.5}).config.threshold_scale_factor
     assert half == pytest.approx(BY_PHASE["prefill"]["a"] * math.exp(BY_PHASE["prefill"]["b"] * 0.5))
     assert built({"target_sparsity": {"decode": 0.5}}, {"layers": "2-"}).config.threshold_scale_factor == 250
