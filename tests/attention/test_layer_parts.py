@@ -44,7 +44,7 @@ def test_two_parts_of_a_method_run_with_factors_of_their_own() -> None:
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([1])})
     load_views(views, plan_decode(method, torch.tensor([640])), batch, table)
     assert [part.row_thresholds.tolist() for part in views] == [[10, 0], [40, 0]]
-    assert any("prefill is what --sparse-prefill-method says" in text for text in method.warnings())
+    assert any("--sparse-prefill-method decides prefill" in text for text in method.warnings())
 
 
 def test_a_part_refuses_weights_for_all() -> None:

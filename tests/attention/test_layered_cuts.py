@@ -89,7 +89,7 @@ class Sharing(Anchor):
 
 
 @pytest.mark.parametrize(
-    ("other", "said"), [(Late, "late begins at 12288 where 10240"), (Sharing, r"late has boundary\(\) of its own")]
+    ("other", "said"), [(Late, "late begins at 12288 where 10240"), (Sharing, r"late has its own boundary\(\)")]
 )
 def test_methods_that_begin_or_share_by_rules_of_their_own_stand_alone(other: type[Anchor], said: str) -> None:
     parts = [other(AnchorConfig(layers="0")), Anchor(AnchorConfig(layers="1"))]
