@@ -20,12 +20,12 @@ from pydantic import Field, field_validator, model_validator
 
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, SparseIndices
 from sglang_sparse.methods.config import RectifyConfig
+from sglang_sparse.methods.views import attention_bytes
 from sglang_sparse_kernels import page_vote as votes
 from sglang_sparse_kernels.page_centroids import LEAST_DIM, MAX_CENTROIDS, holds, record_bytes, update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
-from sglang_sparse_kernels.sparse_decode import scratch_bytes
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.aux_buffers import AuxBuffers
@@ -182,29 +182,14 @@ class Resa(DecodeMethod):
         return self.config.group == "vote" or self.config.summary == "centroids"
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """The more of the votes' and the attention's: scores and selection are in the view.
-
-        Values have at most the model's ``head_dim``.
-        """
+        """The more of the votes' and the attention's: scores and selection are in the view."""
         rows, width = view.page_table.shape
         voted = 0
         if self._by_votes:
             voters = model.num_q_heads if self.config.group == "vote" else model.num_kv_heads
             # Behind it the mean query, in float32.
             voted = votes.scratch_bytes(rows, voters, width) + rows * model.num_kv_heads * model.head_dim * 4
-        attended = scratch_bytes(
-            rows,
-            num_q_heads=model.num_q_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            v_head_dim=model.head_dim,
-            pages=view.usual_select,
-            page_size=view.page_size,
-            dtype=dtype,
-            kv_dtype=model.kv_dtype,
-            device=device,
-        )
-        return max(voted, attended)
+        return max(voted, attention_bytes(model, view, dtype, device))
 
 
 def _count(n_pages: torch.Tensor, ratio: float) -> torch.Tensor:

@@ -27,11 +27,11 @@ from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, Sparse
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.roles import Prompts, PromptSelector
 from sglang_sparse.methods.support import refuse_sizes
+from sglang_sparse.methods.views import attention_bytes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
-from sglang_sparse_kernels.sparse_decode import scratch_bytes
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.aux_buffers import AuxBuffers
@@ -284,16 +284,5 @@ class Rocketkv(PromptSelector):
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """That of the scores and of the attention, one after the other."""
         rows = len(view.n_pages)
-        attended = scratch_bytes(
-            rows,
-            num_q_heads=model.num_q_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            v_head_dim=model.head_dim,
-            pages=view.usual_select,
-            page_size=view.page_size,
-            dtype=dtype,
-            kv_dtype=model.kv_dtype,
-            device=device,
-        )
-        return max(kt.scratch_bytes(rows, model.num_q_heads, model.num_kv_heads, width=view.max_select), attended)
+        scored = kt.scratch_bytes(rows, model.num_q_heads, model.num_kv_heads, width=view.max_select)
+        return max(scored, attention_bytes(model, view, dtype, device))

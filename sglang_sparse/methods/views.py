@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_sparse_kernels.sparse_decode import scratch_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sglang_sparse.methods.base import ModelShape
 
 
 # Counts of the selection in ``BatchView.stats``.
@@ -113,3 +117,22 @@ class BatchView:
         """All that it takes memory for."""
         small = (self.n_pages, self.n_select, self.row_thresholds, self.requests, self.arrivals)
         return (self.page_table, self.scores, *self.selected, *self.visible, *small)
+
+
+def attention_bytes(model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that ``sparse_decode`` allocates over the pages of a view; see ``DecodeMethod.scratch_bytes``.
+
+    Values have at most the model's ``head_dim``.
+    """
+    return scratch_bytes(
+        len(view.n_pages),
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.head_dim,
+        pages=view.usual_select,
+        page_size=view.page_size,
+        dtype=dtype,
+        kv_dtype=model.kv_dtype,
+        device=device,
+    )

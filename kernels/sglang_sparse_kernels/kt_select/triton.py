@@ -20,6 +20,7 @@ from ..common.float8 import as_half
 from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
 from ..common.scratch import LIMIT, rows_at_once
 from ..page_score.reference import UNBOUNDED
+from ..page_topk.triton import count_row
 from ..window_score.triton import merged_lse
 from . import reference
 
@@ -58,15 +59,6 @@ class ListConfig:
 
     block: int = 1024
     programs_per_processor: int = 16
-
-
-@triton.jit
-def _count_row(stats_ptr, head, wanted, n_blocks, HEADS: tl.constexpr):
-    """Counters of all heads of a row, by the program of its first head."""
-    if (head == 0) & (wanted > 0):
-        tl.atomic_add(stats_ptr, HEADS, sem="relaxed")
-        tl.atomic_add(stats_ptr + 1, wanted.to(tl.int64) * HEADS, sem="relaxed")
-        tl.atomic_add(stats_ptr + 2, n_blocks.to(tl.int64) * HEADS, sem="relaxed")
 
 
 # Without specialisation one binary serves every width.
@@ -111,7 +103,7 @@ def _visible_blocks_kernel(
         tl.store(counts_ptr + pair, count)
         tl.store(wanted_ptr + pair, wanted)
         if STATS:
-            _count_row(stats_ptr, head, wanted, n_blocks, HEADS)
+            count_row(stats_ptr, head, wanted, n_blocks, HEADS)
     kept_ptr += (request * HEADS + head) * max_kept
     block_table_ptr += row * table_stride
     blocks_ptr += pair * width

@@ -183,7 +183,7 @@ def _select(
 
 
 @triton.jit
-def _count_row(stats_ptr, head, wanted, n_pages, HEADS: tl.constexpr):
+def count_row(stats_ptr, head, wanted, n_pages, HEADS: tl.constexpr):
     """Counters of all heads of a row, by the program of its first head."""
     if (head == 0) & (wanted > 0):
         tl.atomic_add(stats_ptr, HEADS, sem="relaxed")
@@ -238,7 +238,7 @@ def _page_topk_kernel(
         else:
             _select(scores_ptr, table_ptr, indices_ptr, n_pages, wanted, BLOCK, WARPS, True)
     if STATS:
-        _count_row(stats_ptr, head, wanted, n_pages, HEADS)
+        count_row(stats_ptr, head, wanted, n_pages, HEADS)
 
 
 def page_topk(
