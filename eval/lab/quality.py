@@ -50,6 +50,8 @@ COMMAND = "eval.lab.quality"
 BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 AT_ONCE = "32"
 FORCED = 8192
+# The shortest text holds so many windows of that length.
+BOOK_WINDOWS = 10
 # Every length is decoded sparse, whatever else is in the batch.
 _DECODE: Mapping[str, Any] = {"page_size": 16, "min_seq_len": 1024, "crossover_tokens": 0}
 _FLAGS = ("--page-size", "16", "--cuda-graph-max-bs-decode", AT_ONCE)
@@ -149,7 +151,7 @@ def commands_of(way: Way, short: str, longest: int, args: argparse.Namespace) ->
             file = f"{short}-{way.name}-{suite}-{short_length(size)}.jsonl"
             found.append(Command(f"eval.{suite}", file, (*servers, *asked)))
     if way.forces:
-        windows = str(max(2, args.n // 5))
+        windows = str(min(BOOK_WINDOWS, max(2, args.n // 5)))
         sizes = ("--base-url", URL, "--kind", "book,records", "--concurrency", AT_ONCE)
         if "ppl" in args.suites:
             asked = (*sizes, "--length", str(FORCED), "--suffix", "512", "--windows", windows)

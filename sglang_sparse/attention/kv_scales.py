@@ -61,10 +61,10 @@ def attend_in_the_cache(dense: Any, model: Any) -> None:
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "k_scale_float")]
     if any(getattr(layer, name) not in (None, 1.0) for layer in layers for name in ("k_scale_float", "v_scale_float")):
-        # SGLang puts two into one where prefill and decode differ.
-        prefill = getattr(dense, "prefill_backend", dense)
-        if hasattr(prefill, "use_paged"):
-            prefill.use_paged = True
+        # SGLang puts two into one where prefill and decode differ. FlashInfer's own field of that name is a string.
+        for backend in (dense, getattr(dense, "prefill_backend", None)):
+            if hasattr(backend, "use_paged"):
+                backend.use_paged = True
 
 
 def kv_bytes_per_token(kv_pool: Any) -> int:

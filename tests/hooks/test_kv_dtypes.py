@@ -173,7 +173,7 @@ def loaded(
 
 def paged(layers: list[Any]) -> bool:
     """Whether FlashInfer's prefill is told to attend in the cache alone, by itself and beside another of decode."""
-    alone, beside = SimpleNamespace(use_paged=False), SimpleNamespace(use_paged=False)
+    alone, beside = (SimpleNamespace(use_paged=False, prefill_backend="fa2") for _ in range(2))
     for dense in (alone, SimpleNamespace(prefill_backend=beside), SimpleNamespace()):
         kv_scales.attend_in_the_cache(dense, torch.nn.ModuleList(layers))
     assert alone.use_paged == beside.use_paged
