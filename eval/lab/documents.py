@@ -182,6 +182,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
     "page-answers": lambda: recall_table.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
+    "quality-perplexity": lambda: quality.perplexities(_file(f"{QUALITY.lower()}-resa-ppl", RESULTS / "real")),
+    "quality-drift": lambda: tables.drift(_file(f"{QUALITY.lower()}-resa-drift", RESULTS / "real")),
     "blind": lambda: recall_table.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),

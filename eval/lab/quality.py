@@ -35,6 +35,7 @@ from eval.live.record import git_revision
 from eval.niah import TASKS as NEEDLES
 from eval.tasks.infinitebench_tasks import TASKS as GENERATED
 from eval.texts.lengths import length, short_length
+from eval.texts.windows import BOOK
 
 # With the longest question that each is asked, its answer included.
 MODELS = {
@@ -100,7 +101,7 @@ _PAPER = {"summary": "minmax", "group": "mean_query"}
 _SKIP = ("skip_softmax", {"threshold_scale_factor": 1000})
 _SKIP_PREFILL = ("skip_softmax", {"threshold_scale_factor": 350, "crossover_tokens": 2048})
 _RATIOS = {f"resa-{ratio}": {"active_ratio": ratio} for ratio in (0.05, 0.2)}
-_ANCHOR = ("anchor", {})
+_ANCHOR = ("anchor", {"crossover_tokens": 2048})
 WAYS = (
     Way("resa", ("resa", _OURS), fields=_RATIOS, beside_dense=True, forces=True),
     Way("resa-paper", ("resa", _PAPER), fields={f"resa-paper-{k[5:]}": v for k, v in _RATIOS.items()}, forces=True),
@@ -122,14 +123,9 @@ def legs_of(args: argparse.Namespace) -> list[Leg]:
         short = model.split("/")[-1].lower()
         calibration = args.out.absolute() / f"{short}-anchor.json"
         if any(way.prefill == _ANCHOR for way in args.arms):
-            asked = (
-                "--model-path",
-                path,
-                "--method",
-                "anchor",
-                "--lengths",
-                "8k,16k" if MODELS[model] > FORCED else "6k",
-            )
+            lengths = "8k,16k" if MODELS[model] > FORCED else "6k"
+            config = json.dumps(_ANCHOR[1])
+            asked = ("--model-path", path, "--data", str(BOOK), "--lengths", lengths, "--sparse-prefill-config", config)
             found.append(Leg(f"{short}-calibrate", (Command("sglang_sparse.calibrate", calibration.name, asked),)))
         for way in args.arms:
             server = way.server(path, calibration, shlex.split(args.server_args))

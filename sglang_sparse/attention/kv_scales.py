@@ -62,7 +62,8 @@ def attend_in_the_cache(dense: Any, model: Any) -> None:
     layers = [layer for layer in model.modules() if hasattr(layer, "k_scale_float")]
     if any(getattr(layer, name) not in (None, 1.0) for layer in layers for name in ("k_scale_float", "v_scale_float")):
         # SGLang puts two into one where prefill and decode differ. FlashInfer's own field of that name is a string.
-        for backend in (dense, getattr(dense, "prefill_backend", None)):
+        backends: tuple[Any, ...] = (dense, getattr(dense, "prefill_backend", None))
+        for backend in backends:
             if hasattr(backend, "use_paged"):
                 backend.use_paged = True
 

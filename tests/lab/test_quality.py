@@ -10,6 +10,7 @@ import pytest
 from eval.lab import quality
 from eval.lab.tables.quality import kept_over_read, plot, quality_tables, read_answers
 from eval.live.record import Record
+from sglang_sparse import calibrate
 
 MODEL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 
@@ -37,6 +38,16 @@ def test_an_arm_is_a_server_and_a_file_for_each_suite_and_length() -> None:
     assert all(quality.tokens_of(one) <= 200 * 11 * 8192 for leg in small for one in leg.commands)
 
 
+def test_what_is_run_apart_takes_its_arguments(tmp_path: Path) -> None:
+    """The book of the forced texts holds eleven windows of 8k."""
+    asked = ["--out", str(tmp_path), "--models", MODEL, "--arms", "resa,anchor"]
+    calibration, resa = quality.legs_of(quality.parse(asked))[:2]
+    (command,) = calibration.commands
+    assert calibrate.parse([*command.arguments, "--out", str(tmp_path / command.file)]).prompts
+    forced = [one.arguments for one in resa.commands if one.file.endswith(("ppl.jsonl", "drift.jsonl"))]
+    assert all("10" in arguments for arguments in forced) and len(forced) == 2
+
+
 def test_checkpoints_of_a_folder() -> None:
     legs = quality.legs_of(parsed("--folder", "/models", "--arms", "resa,rocketkv", "--server-args", "--tp-size 2"))
     assert [leg.servers[0].model for leg in legs] == ["/models/Qwen2.5-Coder-0.5B-Instruct"] * 2
@@ -61,7 +72,7 @@ def test_what_there_is_not(more: tuple[str, ...], message: str, capsys: pytest.C
 def write(folder: Path, arm: str, scores: dict[str, tuple[str, list[float]]], density: int) -> None:
     """A file of answers to "easy" and "hard", by the names that a file gives its servers."""
     server = {"model_path": f"/models/{MODEL}", "version": "0.5.23"}
-    with Record(folder / f"m-{arm}-niah-8k.jsonl", "eval.niah", "r", label=arm, servers={"base": server}) as record:
+    with Record(folder / f"m-{arm}-ruler-8k.jsonl", "eval.ruler", "r", label=arm, servers={"base": server}) as record:
         for told, (task, given) in scores.items():
             for index, score in enumerate(given):
                 row = {"task": task, "length": 8192, "arm": told.split(":")[0], "id": f"{task}/{index}"}
@@ -82,8 +93,8 @@ def test_the_table_pairs_every_arm_with_the_first_ones_dense_answers(tmp_path: P
     assert (line["task"], line["n"], line["diff:resa"], line["n:rocketkv"]) == ("easy", 40, pytest.approx(-0.1), 20)
     assert (mean["task"], mean["resa"], mean["diff:rocketkv"]) == ("mean", 0.9, 0.0)
     (table,) = quality_tables(tmp_path)
-    assert table.startswith("Qwen2.5-Coder-0.5B-Instruct:\n\n| task | length | n | dense | resa (10% read) |")
-    assert "| easy | 8k | 40 | 100.0 | -10.0 | +0.0 |" in table.replace("**", "") and "hopeless" not in table
+    assert table.startswith("Qwen2.5-Coder-0.5B-Instruct:\n\n| suite | length | task | n | dense | resa (10% read) |")
+    assert "| RULER | 8k | easy | 40 | 100.0 | -10.0 | +0.0 |" in table.replace("**", "") and "hopeless" not in table
     assert kept_over_read(answers) == {"resa": (0.1, 0.9), "rocketkv": (0.02, 1.0)}
     plot(answers, tmp_path / "chart")
     assert (tmp_path / "chart.svg").stat().st_size > 1000

@@ -12,11 +12,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from eval.live.record import command_name, read_finished, result_files, summarised
+from eval.live.record import command_name, read_finished, read_rows, result_files, summarised
+from eval.scores import ppl_summary
 from eval.scores.pictures import save
 from eval.scores.stats import compare
 from eval.scores.summary import by_prompt, reading
-from eval.scores.tables import Column, Row, length, table, text
+from eval.scores.tables import RECTIFICATION, Column, Row, length, table, text
 
 DENSE = "dense"
 # Below, a checkpoint does not do a task, and a loss says nothing.
@@ -26,7 +27,15 @@ MEAN = "mean"
 # What an arm's name ends in where only the share of the pages is another one.
 SHARE = re.compile(r"-0\.\d+$")
 
-Place = tuple[str, int]
+# What the suites are called; the chart is of the first.
+SUITES = {"ruler": "RULER", "niah": "needles", "infinitebench": "InfiniteBench"}
+# What no method can do, or would: behind all others.
+CONTROLS = ("true_mass", "random_pages")
+# ReSA's defaults: the share that it reads, and tokens between rectifications.
+RATIO, INTERVAL = 0.1, 32
+
+# Suite, length and task.
+Place = tuple[str, int, str]
 
 
 @dataclass
@@ -34,39 +43,40 @@ class Answers:
     """What one checkpoint answered.
 
     Attributes:
-        scores: by arm, and by task and length: of each prompt.
+        scores: by arm, and by suite, length and task: of each prompt.
         counts: likewise, rows of the server's counters.
     """
 
     scores: dict[str, dict[Place, dict[str, float]]] = field(default_factory=dict)
     counts: dict[str, list[Row]] = field(default_factory=dict)
 
-    def add(self, arm: str, rows: Sequence[Row]) -> None:
-        """Take what one file says of an arm, of the dense one beside it, and of others on the same server."""
+    def add(self, suite: str, arm: str, rows: Sequence[Row]) -> None:
+        """Take what a file of a suite says of an arm, of the dense one beside it, and of others on the same server."""
         items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
         for told in dict.fromkeys(row["arm"] for row in items):
             mine = [row for row in items if row["arm"] == told]
             scores = self.scores.setdefault(_named(told, arm), {})
-            for place in dict.fromkeys((row["task"], row["length"]) for row in mine):
-                scores[place] = by_prompt(row for row in mine if (row["task"], row["length"]) == place)
+            for task, size in dict.fromkeys((row["task"], row["length"]) for row in mine):
+                asked = (row for row in mine if (row["task"], row["length"]) == (task, size))
+                scores[SUITES[suite], size, task] = by_prompt(asked)
         for row in rows:
             if row["kind"] == "counters" and row["arm"] != "compare":
                 self.counts.setdefault(_named(row["arm"], arm), []).append(row)
 
     def lines(self) -> list[dict[str, Any]]:
-        """A line for each task and length that dense attention does, and one for the mean of each length.
+        """A line for each task and length that dense attention does, and one for the mean of each suite and length.
 
         Returns:
-            ``task``, ``length``, ``n``, and by arm its score: where it was asked less, of the questions that it was
-            asked, as is ``dense:ARM``. ``diff:ARM`` is the difference of the two, ``verdict:ARM`` that of
+            ``suite``, ``length``, ``task``, ``n``, and by arm its score: where it was asked less, of the questions that
+            it was asked, as is ``dense:ARM``. ``diff:ARM`` is the difference of the two, ``verdict:ARM`` that of
             `eval.scores.stats.compare`.
         """
         found: list[dict[str, Any]] = []
         dense = self.scores.get(DENSE, {})
-        places = sorted((place for place, given in dense.items() if fmean(given.values()) >= LEAST), key=_by_length)
-        for size in dict.fromkeys(size for _, size in places):
-            lines = [self._line(place) for place in places if place[1] == size]
-            mean: dict[str, Any] = {"task": MEAN, "length": size, "n": None}
+        places = sorted((place for place, given in dense.items() if fmean(given.values()) >= LEAST), key=_of_suite)
+        for suite, size in dict.fromkeys(place[:2] for place in places):
+            lines = [self._line(place) for place in places if place[:2] == (suite, size)]
+            mean: dict[str, Any] = {"suite": suite, "length": size, "task": MEAN, "n": None}
             for name in dict.fromkeys(name for line in lines for name in line if ":" in name or name in self.scores):
                 values = [line.get(name) for line in lines]
                 # A mean over other tasks than the next arm's would mislead.
@@ -77,7 +87,8 @@ class Answers:
 
     def _line(self, place: Place) -> dict[str, Any]:
         dense = self.scores[DENSE][place]
-        line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(dense), DENSE: fmean(dense.values())}
+        line: dict[str, Any] = dict(zip(("suite", "length", "task"), place, strict=True))
+        line |= {"n": len(dense), DENSE: fmean(dense.values())}
         for arm, given in self.scores.items():
             both = [prompt for prompt in given.get(place, {}) if prompt in dense]
             if arm == DENSE or not both:
@@ -98,8 +109,8 @@ def _named(told: str, arm: str) -> str:
     return {"base": arm, "compare": DENSE}.get(told, told)
 
 
-def _by_length(place: Place) -> int:
-    return place[1]
+def _of_suite(place: Place) -> tuple[int, int]:
+    return list(SUITES.values()).index(place[0]), place[1]
 
 
 def read_answers(paths: Iterable[Path]) -> dict[str, Answers]:
@@ -107,9 +118,10 @@ def read_answers(paths: Iterable[Path]) -> dict[str, Answers]:
     found: dict[str, Answers] = {}
     for path in paths:
         header, *rows = read_finished(path)
-        if command_name(header.get("command")) in ("ruler", "niah", "infinitebench") and header.get("label"):
+        suite = command_name(header.get("command"))
+        if suite in SUITES and header.get("label"):
             model = header["servers"]["base"]["model_path"].rstrip("/").split("/")[-1]
-            found.setdefault(model, Answers()).add(header["label"], rows)
+            found.setdefault(model, Answers()).add(suite, header["label"], rows)
     return found
 
 
@@ -143,10 +155,18 @@ def quality_table(answers: Answers) -> str:
             said.append(f"n {min(mine for mine, _ in asked)}")
         return f"{arm} ({', '.join(said)})" if said else arm
 
-    columns: list[Column] = [("task", text("task")), ("length", length), ("n", text("n"))]
+    columns: list[Column] = [("suite", text("suite")), ("length", length), ("task", text("task")), ("n", text("n"))]
     columns += [(DENSE, lambda row: f"{100 * row[DENSE]:.1f}")]
-    columns += [(title(arm), partial(difference, arm=arm)) for arm in answers.scores if arm != DENSE]
+    arms = sorted((arm for arm in answers.scores if arm != DENSE), key=lambda arm: (arm in CONTROLS, arm))
+    columns += [(title(arm), partial(difference, arm=arm)) for arm in arms]
     return table(lines, columns)
+
+
+def perplexities(path: Path) -> str:
+    """Perplexity over a text, against the share of the pages at the default interval, and the other way round."""
+    rows = ppl_summary.summarise(read_rows(path))
+    kept = [row for row in rows if row["setting"] == "dense" or row["ratio"] == RATIO or row["interval"] == INTERVAL]
+    return table(kept, RECTIFICATION)
 
 
 def plot(answers: Answers, stem: Path) -> None:
@@ -169,12 +189,13 @@ def plot(answers: Answers, stem: Path) -> None:
 
 
 def kept_over_read(answers: Answers) -> dict[str, tuple[float, float]]:
-    """Of each arm the share of the pages that it read, and its mean score over dense attention's.
+    """Of each arm the share of the pages that it read, and its mean score in RULER over dense attention's.
 
     The lengths are those that all arms were asked; where there is none, those of each arm.
     """
-    means = [line for line in answers.lines() if line["task"] == MEAN]
-    arms = [arm for arm in answers.scores if arm != DENSE and answers.read(arm) is not None]
+    means = [line for line in answers.lines() if line["task"] == MEAN and line["suite"] == SUITES["ruler"]]
+    # Random pages keep so little that all others would be one point.
+    arms = [arm for arm in answers.scores if arm not in (DENSE, "random_pages") and answers.read(arm) is not None]
     shared = [line for line in means if all(arm in line for arm in arms)] or means
     points = {}
     for arm in arms:
