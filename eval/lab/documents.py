@@ -4,7 +4,7 @@
 file that ends in ``.json`` is taken for a table of ``sglang_sparse.tune``.
 
 ``python -m eval.lab.documents`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
-documents of this repository anew, from eval/lab/results, the cards of the tiny models too, and draws the pictures of
+documents of this repository anew, from eval/lab/results, in the card of tiny-mla too, and draws the pictures of
 eval/lab/docs. With ``--check`` nothing is written, and the status is 1 where a document says something else, or a file
 of ``eval.lab.bench_decode`` has other figures of a dense peer than the file that it names.
 
@@ -58,9 +58,8 @@ PAGES = ROOT / "sglang_sparse" / "docs"
 DOCS = ROOT / "eval" / "lab" / "docs"
 # Pictures that README and the pages of users show.
 IMAGES, SHOWN = PAGES / "images", ("serving-qwen3-8b", "bench_prefill_skip_softmax")
-TINY = {"tiny-gqa": "dense", "tiny-mla": "dense", "tiny-dsa": "indexer"}
-CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in TINY)
-DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.rglob("*.md")), *CARDS)
+CARD = ROOT / "eval" / "models" / "tiny-mla" / "README.md"
+DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.rglob("*.md")), CARD)
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
@@ -131,16 +130,6 @@ def _starting(*prefixes: str) -> list[Path]:
     return [path for name, path in result_files(RESULTS).items() if name.startswith(prefixes)]
 
 
-def _of_card(model: str, own: str) -> dict[str, Callable[[], str]]:
-    """The tables of a tiny model's card."""
-    accuracy, training = (RESULTS / f"{model}-{kind}.jsonl" for kind in ("accuracy", "training"))
-    return {
-        f"{model}-accuracy": partial(cards.as_served, accuracy, own),
-        f"{model}-chosen": partial(cards.chosen, accuracy, own),
-        f"{model}-training": partial(cards.training, training),
-    }
-
-
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: decode.decode(
         *sorted(RESULTS.glob("bench-decode-*.jsonl")), beside=sorted(RESULTS.glob("dense-*-fp8-*.jsonl"))
@@ -200,7 +189,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta-selectors": lambda: theta_summary.selectors([_file(SELECTORS)]),
     "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
-    **{name: made for model, own in TINY.items() for name, made in _of_card(model, own).items()},
     "tiny-mla-layers": lambda: cards.layers(weights.calibration("tiny-mla")),
     "rectification": lambda: weights.rectification(_file("ppl-rectify-records")),
     "rectification-mla": lambda: weights.rectification(*_starting("ppl-rectify-mla"), judged=32),

@@ -116,8 +116,8 @@ FORMS: dict[str, Form] = {form.name: form for form in _ALL}
 def words(split: str) -> tuple[str, ...]:
     """Words that keys are made of; "train" and "eval" share none.
 
-    The file lists words of the training books (see `common_words` of the lab's tokenizer); a checksum of the word
-    decides its side.
+    The file lists common words of the books that the tiny models were trained on; a checksum of the word decides its
+    side.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"unknown split of the word list: got {split!r}, allowed are 'train' and 'eval'")

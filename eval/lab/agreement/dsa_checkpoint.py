@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from eval.lab.servers.model_shapes import write_tokenizer
-from eval.lab.train.mla_model import NO_EXPERTS
 
 # What SGLang's kernels on Hopper take: 64 index heads of 128, pages of 64, and 64 query heads, which are not padded.
 SIZES: Mapping[str, int] = {
@@ -51,7 +50,14 @@ _SHAPE: Mapping[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
-    **NO_EXPERTS,
+    # What loaders read of experts, although no layer has any.
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "max_position_embeddings": 32768,
     "bos_token_id": 0,
     "eos_token_id": 1,
