@@ -25,7 +25,7 @@ from pathlib import Path
 from eval import ppl_prefill, report
 from eval.lab.agreement import agreement
 from eval.lab.kernels import dsa, mla, prefill
-from eval.lab.selection import recall_table, theta_summary
+from eval.lab.selection import recall_table
 from eval.lab.servers import decode, profile, throughput
 from eval.lab.servers.decode_peers import outdated_peers
 from eval.lab.tables import (
@@ -63,10 +63,6 @@ DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.rglob
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
-THETA = ("theta-tiny-gqa", "theta-structured")
-# The planted attention without a level beside them.
-EVEN = (*THETA, "theta-structured-even")
-SELECTORS = "theta-structured-selectors"
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b", "serving-v2-lite-contexts")
 THROUGHPUT = "throughput-qwen3-8b"
 QUALITY = "Qwen2.5-Coder-0.5B-Instruct"
@@ -183,20 +179,13 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "prefill-records": lambda: ppl_prefill.perplexities(_starting("ppl-records-")),
     "prefill-gate": lambda: prefill_controls.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "prefill-control": lambda: prefill_controls.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
-    "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
-    "theta-equal": lambda: theta_summary.equal([_file(name) for name in EVEN]),
-    "theta-bounds": lambda: _measured("theta-tiny-gqa-bounds", lambda path: theta_summary.bounds([path])),
-    "theta-selectors": lambda: theta_summary.selectors([_file(SELECTORS)]),
-    "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
-    "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
     "tiny-mla-layers": lambda: cards.layers(weights.calibration("tiny-mla")),
     "rectification": lambda: weights.rectification(_file("ppl-rectify-records")),
     "rectification-mla": lambda: weights.rectification(*_starting("ppl-rectify-mla"), judged=32),
     "rectification-books": lambda: weights.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
-    **{name: partial(_file, name) for name in ("ppl-rectify-records", *THETA)},
-    **{name: partial(_file, name) for name in (*SERVING, THROUGHPUT, SKIP_FIRST_TOKEN)},
+    **{name: partial(_file, name) for name in ("ppl-rectify-records", *SERVING, THROUGHPUT, SKIP_FIRST_TOKEN)},
     **{name: partial(_file, name) for name in ("bench_prefill", SKIP_PREFILL, "bench_framework")},
     "compare-niah": partial(_file, "niah", COMPARISON),
     "compare-long-generation": partial(_file, "long_generation", COMPARISON),

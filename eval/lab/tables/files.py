@@ -11,7 +11,7 @@ from typing import Any
 from eval import report
 from eval.lab.agreement import agreement as dsa_agreement
 from eval.lab.kernels import dsa, framework, mla, prefill
-from eval.lab.selection import recall_summary, theta_summary
+from eval.lab.selection import recall_summary
 from eval.lab.servers import decode, latency_limit, profile, throughput
 from eval.lab.tables import crossover
 from eval.lab.tables.weights import weights
@@ -142,7 +142,6 @@ PICTURES: report.Pictures = {
     "bench_serving": latency_limit.draw,
     "bench_throughput": _plotted(throughput),
     "recall": _drawn(recall_summary),
-    "theta": _drawn(theta_summary),
     "tune": crossover.draw,
 }
 
