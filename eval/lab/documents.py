@@ -29,18 +29,15 @@ from eval.lab.selection import recall_table
 from eval.lab.servers import decode, profile, throughput
 from eval.lab.servers.decode_peers import outdated_peers
 from eval.lab.tables import (
-    batches,
     cards,
     crossover,
     files,
     first_tokens,
     goals,
     identities,
-    kept,
     needles,
     prefill_controls,
     quality,
-    theta2,
     weights,
 )
 from eval.lab.toolchain import compiled, sanitizer
@@ -71,8 +68,6 @@ SKIP_PREFILL, SKIP_SERVED = "bench_prefill_skip_softmax", "prefill-skip-softmax-
 SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
-SUITES = ("niah", "infinitebench", "variables")
-KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocketkv", "random_kept"))
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"
@@ -88,7 +83,7 @@ NEEDLES = (
             "rocketkv-compact",
         )
     ),
-    *(f"{suite}-tiny-gqa-skip_softmax" for suite in SUITES),
+    *(f"{suite}-tiny-gqa-skip_softmax" for suite in ("niah", "infinitebench")),
     *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
     *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window", "skip_softmax")),
     *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
@@ -161,7 +156,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "drift": lambda: tables.drift(_file("long_generation", COMPARISON)),
     "agreement": lambda: files.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: files.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
-    "kept": lambda: kept.kept(_starting(*KEPT)),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
@@ -169,10 +163,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
     "quality-perplexity": lambda: quality.perplexities(_file(f"{QUALITY.lower()}-resa-ppl", RESULTS / "real")),
     "quality-drift": lambda: tables.drift(_file(f"{QUALITY.lower()}-resa-drift", RESULTS / "real")),
-    "blind": lambda: recall_table.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
-    "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
-    "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: ppl_prefill.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
@@ -238,7 +229,6 @@ def draw_pictures() -> None:
     for name, file in PICTURES.items():
         files.draw(file(), (IMAGES if name in SHOWN else DOCS) / name)
     serving.plot(first_tokens.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
-    theta2.plot(_starting(theta2.PREFIX), DOCS / "theta2")
     quality.plot(quality.read_folder(RESULTS / "real")[QUALITY], IMAGES / f"quality-{QUALITY.lower()}")
 
 

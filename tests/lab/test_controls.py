@@ -12,8 +12,6 @@ from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
 from sglang_sparse.methods.prefill import PrefillInputs, PrefillSpan
 from sglang_sparse.methods.robsa.decode import RobsaConfig
-from sglang_sparse.methods.rocketkv import RocketkvConfig
-from sglang_sparse.methods.roles import Prompts
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 
@@ -62,20 +60,6 @@ def test_the_definition_scores_as_resa_does(controls) -> None:
     table, n_pages = torch.tensor([[7, 2, 5]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     expected = page_score(query, summary, table, n_pages, local_pages=0)
     torch.testing.assert_close(definition.page_bound(query, keys, table), expected)
-
-
-def test_random_kept_keeps_as_many_blocks_of_each_prompt_as_rocketkv(controls) -> None:
-    method = controls("random_kept").RandomKept(RocketkvConfig(prompt_budget=72, window_size=32, page_size=16))
-    lengths = torch.tensor([400, 76, 90], dtype=torch.int32)
-    cache = torch.zeros(16, 3, 8)
-    prompts = Prompts(lengths, torch.zeros(3, 32, 6, 8), cache, torch.zeros(3, 25, dtype=torch.int32), 16, 1.0, 1.0)
-    torch.manual_seed(0)
-    drawn, again = method.keep(prompts), method.keep(prompts)
-    assert drawn.shape == (3, 3, method.max_kept) and not drawn.equal(again)
-    for row, length in enumerate(lengths.tolist()):
-        count, first_visible = method.kept(length)
-        kept = drawn[row, :, :count]
-        assert (kept.diff() > 0).all() and kept.min() >= 0 and kept.max() < first_visible
 
 
 def test_controls_of_robsa_read_the_share_that_a_request_asks_for(controls) -> None:

@@ -25,7 +25,6 @@ from eval.lab import (
     profile_decode,
     reproduce,
     sanitize_kernels,
-    variables,
 )
 from eval.lab.kernels.kernel_inputs import Shape
 from eval.lab.legs.leg import LEGS, URL, URLS_BESIDE, Command, Leg
@@ -60,7 +59,6 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.lab.profile_decode": profile_decode.parse,
     "eval.lab.sanitize_kernels": sanitize_kernels.parse,
-    "eval.lab.variables": lambda arguments: parser_of(variables.VariableSuite).parse_args(arguments),
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 # Legs on trained tiny models.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.lab.selection.page_statistics import STATISTICS, TRUE
 from eval.live.record import read_finished
-from eval.scores.tables import Column, Row, bounds, length, number, percent, table, text
+from eval.scores.tables import Column, Row, length, number, percent, table, text
 
 
 def recall(path: Path) -> str:
@@ -65,22 +65,3 @@ def statistics(paths: Sequence[Path]) -> str:
         lines = [{"statistic": TRUE}, *({"statistic": name, "bytes": size} for name, (size, _) in STATISTICS.items())]
         tables.append(f"{header['model']['name']}:\n\n{table(lines, columns)}")
     return "\n\n".join(tables)
-
-
-def blind(paths: Sequence[Path]) -> str:
-    """A line for each model and layer that does not see a number, and for none."""
-    rows = []
-    for path in paths:
-        header, *found = read_finished(path)
-        model = Path(header["arguments"]["model_path"]).name
-        rows += [{"model": model, **row} for row in found if row["kind"] == "summary"]
-    columns: list[Column] = [
-        ("model", text("model")),
-        ("length", length),
-        ("layer that does not see the number", lambda row: "none" if row["layer"] is None else str(row["layer"])),
-        ("n", text("n")),
-        ("first digit right", number("first", 3)),
-        ("95 %", bounds("first_interval", 3, sign=False)),
-        ("all digits right", number("all", 3)),
-    ]
-    return table(rows, columns)
