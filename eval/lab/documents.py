@@ -156,8 +156,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "drift": lambda: tables.drift(_file("long_generation", COMPARISON)),
     "agreement": lambda: files.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: files.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
-    "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
-    "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
     "page-answers": lambda: recall_table.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),

@@ -1,17 +1,56 @@
-"""What statistics of a page find: a key that stands apart, a file, its table, and the command line."""
+"""Captured attention, and what statistics of a page find in it: a key that stands apart, a file, the command line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from eval.lab.selection import page_statistics
-from eval.lab.selection.recall_attention import Captured
+from eval.lab.selection.recall_attention import Captured, capture, load_model
 from eval.lab.selection.recall_table import statistics
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 
 MODEL = str(Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model(MODEL, "cpu", torch.float32)
+
+
+def test_captured_attention_is_the_models_own(model: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(10, 4000, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    eager: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = eager(torch.tensor([ids]), output_attentions=True).attentions
+    seen = []
+
+    def visit(data: Captured) -> None:
+        seen.append(data.layer)
+        key = data.key.repeat_interleave(data.query.shape[1] // data.key.shape[1], 1)
+        logits = torch.einsum("qhd,thd->hqt", data.query, key) * data.scaling
+        later = torch.arange(len(key)) > data.positions[:, None]
+        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+        torch.testing.assert_close(weights, expected[data.layer][0, :, -12:], atol=2e-5, rtol=1e-3)
+
+    capture(model, ids, 12, visit)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_attention_that_no_sparse_server_serves_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(model.model.layers[1].self_attn, "sliding_window", 64)
+    with pytest.raises(EvaluationError, match="attention of layer 1 has sliding_window, which no sparse server serves"):
+        capture(model, list(range(50)), 4, lambda data: seen.append(data.layer))
+    assert seen == [0]
+    monkeypatch.undo()
+    monkeypatch.setattr(model.config, "num_hidden_layers", 5)
+    with pytest.raises(EvaluationError, match=r"the attention of layers \[0, 1, 2, 3\], it has \[0, 1, 2, 3, 4\]"):
+        capture(model, list(range(50)), 4, lambda data: None)
 
 
 def test_a_key_that_stands_apart_is_found_by_who_keeps_it() -> None:

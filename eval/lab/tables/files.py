@@ -11,7 +11,6 @@ from typing import Any
 from eval import report
 from eval.lab.agreement import agreement as dsa_agreement
 from eval.lab.kernels import dsa, framework, mla, prefill
-from eval.lab.selection import recall_summary
 from eval.lab.servers import decode, latency_limit, profile, throughput
 from eval.lab.tables import crossover
 from eval.lab.tables.weights import weights
@@ -20,21 +19,6 @@ from eval.live.client import FAILURES
 from eval.live.record import read_finished, read_rows, result_files
 from eval.scores.tables import Column, Row, bounds, length, number, percent, table, text
 from eval.tasks.judge_rows import agreement
-
-
-def recall(path: Path) -> str:
-    """Attention mass kept, layer by layer."""
-    columns: list[Column] = [
-        ("length", length),
-        ("layer", lambda row: "all" if row["layer"] is None else str(row["layer"])),
-        ("mass kept", number("mass", 3)),
-        ("5th percentile", number("mass_low", 3)),
-        ("best possible", number("best", 3)),
-        ("random", number("random", 3)),
-        ("relative L2", number("error", 3)),
-    ]
-    rows = recall_summary.summarise(read_rows(path))
-    return table([row for row in rows if row["head"] is None], columns)
 
 
 def kernels(path: Path, only: str = "") -> str:
@@ -112,10 +96,6 @@ def backends(paths: Sequence[Path]) -> str:
     return table(rows, columns)
 
 
-def _drawn(module: Any) -> Any:
-    return lambda path, stem: module.plot(module.summarise(read_rows(path)), stem)
-
-
 def _plotted(module: Any) -> Any:
     return lambda path, stem: module.plot(read_rows(path), stem)
 
@@ -131,7 +111,6 @@ TABLES: report.Tables = {
     "bench_prefill": prefill.prefill,
     "bench_throughput": throughput.throughput,
     "profile_decode": profile.profile,
-    "recall": recall,
     "sanitize_kernels": sanitizer.sanitizer,
     "tune": crossover.crossover_table,
 }
@@ -141,7 +120,6 @@ PICTURES: report.Pictures = {
     "bench_prefill": _plotted(prefill),
     "bench_serving": latency_limit.draw,
     "bench_throughput": _plotted(throughput),
-    "recall": _drawn(recall_summary),
     "tune": crossover.draw,
 }
 
