@@ -40,7 +40,7 @@ from eval.lab.tables import (
     quality,
     weights,
 )
-from eval.lab.toolchain import compiled, sanitizer
+from eval.lab.toolchain import compiled
 from eval.live.counters import EvaluationError
 from eval.live.record import result_files
 from eval.scores import tables
@@ -133,7 +133,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "kernels-fp8": lambda: _measured("bench_kernels_fp8", files.kernels),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "compiled": lambda: compiled.compiled(_file("compiled-kernels")),
-    "sanitizer": lambda: _measured("sanitizer", sanitizer.sanitizer),
     "goals": lambda: goals.goals_table(RESULTS),
     "goals-of-all": lambda: goals.goals_table(RESULTS, ids=sum(GOALS.values(), ()), left_out=("id", "result file")),
     "goals-short": lambda: goals.goals_table(RESULTS, ids=SHORT, left_out=goals.FEWEST),

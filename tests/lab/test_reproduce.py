@@ -24,7 +24,6 @@ from eval.lab import (
     bench_throughput,
     profile_decode,
     reproduce,
-    sanitize_kernels,
 )
 from eval.lab.kernels.kernel_inputs import Shape
 from eval.lab.legs.leg import LEGS, URL, URLS_BESIDE, Command, Leg
@@ -58,7 +57,6 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.ppl_rectify": ppl_rectify.parse,
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.lab.profile_decode": profile_decode.parse,
-    "eval.lab.sanitize_kernels": sanitize_kernels.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 # Legs on trained tiny models.

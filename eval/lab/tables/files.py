@@ -14,7 +14,6 @@ from eval.lab.kernels import dsa, framework, mla, prefill
 from eval.lab.servers import decode, latency_limit, profile, throughput
 from eval.lab.tables import crossover
 from eval.lab.tables.weights import weights
-from eval.lab.toolchain import sanitizer
 from eval.live.client import FAILURES
 from eval.live.record import read_finished, read_rows, result_files
 from eval.scores.tables import Column, Row, bounds, length, number, percent, table, text
@@ -111,7 +110,6 @@ TABLES: report.Tables = {
     "bench_prefill": prefill.prefill,
     "bench_throughput": throughput.throughput,
     "profile_decode": profile.profile,
-    "sanitize_kernels": sanitizer.sanitizer,
     "tune": crossover.crossover_table,
 }
 PICTURES: report.Pictures = {
