@@ -36,7 +36,6 @@ from eval.lab.tables import (
     goals,
     identities,
     needles,
-    prefill_controls,
     quality,
     weights,
 )
@@ -67,7 +66,6 @@ FIRST_TOKEN = "first-token-qwen3-8b"
 SKIP_PREFILL, SKIP_SERVED = "bench_prefill_skip_softmax", "prefill-skip-softmax-qwen3-8b"
 SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
-PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"
@@ -165,8 +163,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: ppl_prefill.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
     "prefill-records": lambda: ppl_prefill.perplexities(_starting("ppl-records-")),
-    "prefill-gate": lambda: prefill_controls.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
-    "prefill-control": lambda: prefill_controls.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "tiny-mla-layers": lambda: cards.layers(weights.calibration("tiny-mla")),
     "rectification": lambda: weights.rectification(_file("ppl-rectify-records")),
     "rectification-mla": lambda: weights.rectification(*_starting("ppl-rectify-mla"), judged=32),
