@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-IM_START, IM_END, END_OF_TEXT, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>"
-SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, PAD)
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 ASSISTANT = f"{IM_START}assistant\n"
 WORDS_FILE = Path(__file__).with_name("words.txt")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
