@@ -33,6 +33,8 @@ IMPORTS = [
     "scipy.stats",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.models.registry",
+    # Compiles while it is imported.
+    "sglang.srt.dllm.algorithm",
 ]
 
 
