@@ -1,9 +1,8 @@
 """SGLang on the CPU platform: parts against SGLang's own, whole servers against transformers."""
 
 import json
+import os
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import sglang_cpu_platform
 import torch
 from checkpoints import random_mla, random_qwen3
+from forked_server import Forked, ForkedServer
 
 from launch.server import ServerProcess
 
@@ -56,7 +56,7 @@ def server(mla: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     flags = ["--page-size=16", "--chunked-prefill-size=128", "--max-total-tokens=768", "--schedule-conservativeness=0"]
     flags.append("--constrained-json-disable-any-whitespace")
     log = tmp_path_factory.mktemp("server") / "log"
-    with ServerProcess(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
+    with ForkedServer(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
         yield server
         server.flush_cache()
         assert "Traceback" not in server.log(), server.log_tail()
@@ -182,9 +182,10 @@ def test_engine_with_defaults_equals_transformers(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
     # In a process of its own: Engine.shutdown() kills all children of its process, also other tests' servers.
-    command = [sys.executable, script, checkpoint, json.dumps(PROMPTS), json.dumps({**GREEDY, "max_new_tokens": 16})]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
+    command = [str(script), str(checkpoint), json.dumps(PROMPTS), json.dumps({**GREEDY, "max_new_tokens": 16})]
+    assert Forked(command, dict(os.environ), str(tmp_path / "log")).wait(300.0) == 0, (tmp_path / "log").read_text()
+    (told,) = (line for line in (tmp_path / "log").read_text().splitlines() if line.startswith('{"answers"'))
+    result = json.loads(told)
     assert [answer["output_ids"] for answer in result["answers"]] == [*expected, expected[-1]]
     assert [answer["meta_info"]["cached_tokens"] for answer in result["answers"]] == [0, 0, 0, 399]
     assert result["info"] == ["cpu", "torch_native", "float32", 32768, 32]

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_requests import ask, assert_exact, assert_nothing_leaked, forced, greedy, logprobs, sparse_state
+from server_requests import (
+    ask,
+    assert_exact,
+    assert_nothing_leaked,
+    find_needles,
+    forced,
+    greedy,
+    logprobs,
+    sparse_state,
+)
 
-from eval import niah
-from eval.live.record import read_rows
 from launch.server import ServerProcess
 
 MODELS = Path(__file__).parent.parent.parent / "eval" / "models"
@@ -45,7 +52,7 @@ def counted(server: ServerProcess, before: Sequence[dict[str, Any]] | None = Non
 def some() -> list[list[int]]:
     """Random prompts at and around the ends of budgets, blocks, pages and chunks."""
     rng = random.Random(5)
-    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 513, 544, 700, 1023, 1504)
+    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 700, 1023, 1504)
     return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
 
 
@@ -140,15 +147,12 @@ def test_needles_are_found_by_all_parts_together(serve, tmp_path: Path) -> None:
     rules = {"0": RESA, "1": ROCKET, "2": WIDER, "3": {"method": "skip_softmax"}}
     config = {"layers": rules, **SHARED}
     with serve(GQA, *FLAGS, method="rocketkv", config=config) as server:
-        arguments = ["--base-url", server.url, "--out", str(tmp_path / "niah.jsonl"), "--concurrency", "4"]
-        assert niah.main([*arguments, "--tasks", "single,multikey", "--lengths", "2k", "--n", "1"]) == 0
-        lines = [row for row in read_rows(tmp_path / "niah.jsonl") if row["kind"] == "summary"]
-        assert [line["score"] for line in lines] == [1.0, 1.0]
+        find_needles(server, tmp_path)
         resa, rocket, wider, skip = counted(server)
         assert rocket["pages_attended"] < 0.04 * rocket["pages_held"]
         assert wider["pages_attended"] < 0.12 * wider["pages_held"]
         assert resa["pages_attended"] < 0.12 * resa["pages_held"] and skip["blocks_visited"] > 0
-        assert sparse_state(server)["dense_fallback_rows"] == 0 and rocket["prompts"] >= 10
+        assert sparse_state(server)["dense_fallback_rows"] == 0 and rocket["prompts"] >= 6
 
 
 @pytest.mark.parametrize("whole", [0, 1])

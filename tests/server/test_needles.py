@@ -23,7 +23,7 @@ def start(serve, method: str, config: dict[str, object], python_path: Path):
 
 
 def ask(server: ServerProcess, out: Path, *more: str) -> list[dict[str, Any]]:
-    """Twenty single needles and twenty multi-key ones of each length; the summary."""
+    """The summary of single needles and multi-key ones."""
     # An answer has eight; a control that does not find it would go on.
     arguments = ["--base-url", server.url, "--out", str(out), "--concurrency", "4", "--answer-tokens", "12"]
     if "--tasks" not in more:
@@ -39,14 +39,15 @@ def resa(serve) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_resa_finds_needles_in_8k(resa: ServerProcess, tmp_path: Path) -> None:
-    for line in ask(resa, tmp_path / "niah.jsonl", "--lengths", "8k", "--n", "1", "--expect", "resa"):
+def test_resa_finds_needles_in_4k(resa: ServerProcess, tmp_path: Path) -> None:
+    for line in ask(resa, tmp_path / "niah.jsonl", "--lengths", "4k", "--n", "1", "--expect", "resa"):
         assert line["score"] == 1.0 and line["density"] < 0.12 and line["dense_rows"] == 0, line
 
 
 def test_dense_scores_repeat_over_seeds(resa: ServerProcess, tmp_path: Path) -> None:
-    dense = ("--custom-params", '{"sparse": false}', "--tasks", "multikey", "--lengths", "1k", "--n", "4")
-    found = [ask(resa, tmp_path / f"{seed}.jsonl", "--seed", str(seed), *dense)[0] for seed in range(3)]
+    dense = ("--custom-params", '{"sparse": false}', "--tasks", "multikey")
+    sizes = ("--lengths", "1k", "--n", "4", "--depths", "0,50,100")
+    found = [ask(resa, tmp_path / f"{seed}.jsonl", "--seed", str(seed), *dense, *sizes)[0] for seed in range(3)]
     low, high = (pick(line["score_interval"][i] for line in found) for i, pick in ((0, max), (1, min)))
     assert all(low <= line["score"] <= high for line in found), found
 

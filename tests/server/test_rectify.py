@@ -12,7 +12,7 @@ from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_
 
 from launch.server import ServerProcess
 
-PAGE, LAYERS, INTERVAL, TOKENS = 16, 4, 32, 512
+PAGE, LAYERS, INTERVAL, TOKENS = 16, 4, 32, 256
 CHUNKS = ("--chunked-prefill-size", "512")
 # Every page is selected, and yet every decode step counts as sparse: so rectification has work to do.
 EVERYTHING = {"active_ratio": 1.0, "dense_fallback": "never", "check_exactness": True}

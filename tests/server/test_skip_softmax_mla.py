@@ -7,10 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
+from server_requests import ask, assert_exact, assert_nothing_leaked, find_needles, greedy, sparse_state
 
-from eval import niah
-from eval.live.record import read_rows
 from launch.server import ServerProcess
 
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-mla"
@@ -61,10 +59,7 @@ def test_a_factor_of_next_to_nothing_equals_dense(server, mixed) -> None:
 
 def test_needles_are_found_while_blocks_are_skipped(server, tmp_path: Path) -> None:
     before = sparse_state(server)
-    arguments = ["--base-url", server.url, "--out", str(tmp_path / "niah.jsonl"), "--concurrency", "4"]
-    assert niah.main([*arguments, "--tasks", "single,multikey", "--lengths", "2k", "--n", "1"]) == 0
-    lines = [row for row in read_rows(tmp_path / "niah.jsonl") if row["kind"] == "summary"]
-    assert [line["score"] for line in lines] == [1.0, 1.0]
+    find_needles(server, tmp_path, "1k")
     used = spent(server, before)
     assert 0.1 * used["blocks_visited"] < used["blocks_skipped"] < used["blocks_visited"]
 

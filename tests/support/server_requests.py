@@ -4,8 +4,11 @@ import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from eval import niah
+from eval.live.record import read_rows
 from launch.server import ServerProcess
 
 
@@ -41,6 +44,16 @@ def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, int]:
     """What was counted since."""
     after = sparse_state(server)
     return {name: after[name] - count for name, count in before.items() if type(count) is int}
+
+
+def find_needles(server: ServerProcess, folder: Path, length: str = "2k") -> list[dict[str, Any]]:
+    """Ask for three single needles and three multi-key ones, all of which must be found; returns the summary."""
+    arguments = ["--base-url", server.url, "--out", str(folder / "niah.jsonl"), "--concurrency", "4"]
+    asked = ["--tasks", "single,multikey", "--lengths", length, "--n", "1", "--depths", "0,40,80"]
+    assert niah.main([*arguments, *asked]) == 0
+    lines = [row for row in read_rows(folder / "niah.jsonl") if row["kind"] == "summary"]
+    assert [line["score"] for line in lines] == [1.0, 1.0]
+    return lines
 
 
 def forced(server: ServerProcess, prompt: list[int], tokens: list[int], **options: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-ROWS = 512  # query rows per kernel call: bounds the mask
+ROWS = 128  # query rows per kernel call: bounds the mask, and how much of it is wasted
 
 
 def extend(
