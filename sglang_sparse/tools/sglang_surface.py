@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
+@cache
 def _known(owner: type[Any]) -> set[str]:
     """Names that a class, or one that it derives from, defines, annotates or assigns to ``self``."""
     known: set[str] = set()
