@@ -1,11 +1,9 @@
 """How the CUDA kernels of the block mass are launched and compiled, and what they take."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_library import resources
 
 from sglang_sparse_kernels.block_mass import cuda
 from sglang_sparse_kernels.block_mass.cases import BF16, FP8, FP16, FP32
@@ -48,19 +46,3 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scales_are_passed_as_bits() -> None:
     assert cuda.float_bits(1.0) == 0x3F800000 and cuda.float_bits(1e39) == 0x7F800000
     assert cuda.float_bits(0.1 * LOG2_E) == torch.tensor(0.1 * LOG2_E).view(torch.int32).item()
-
-
-@pytest.mark.parametrize("heads", range(16, 129, 16))
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}")
-def test_it_compiles_without_spills(capability: tuple[int, int], heads: int, tmp_path: Path) -> None:
-    """And so many blocks of the splits run at once as the launch goes by."""
-    pytest.importorskip("cuda.bindings.nvrtc")
-    shape = cuda.shape_of(heads)
-    for dtype in (BF16, FP16):
-        image = nvrtc.compile_file(cuda.SOURCE, capability, shape.defines(dtype))
-        registers, stack, shared = resources(image, tmp_path)
-        assert stack == 0 and shared <= 49152 and registers * shape.threads * shape.resident <= 65536
-    for cluster in (1, 8) if capability >= (9, 0) else (1,):
-        image = nvrtc.compile_file(cuda.MERGE, capability, shape.merge_defines(cluster))
-        registers, stack, _ = resources(image, tmp_path)
-        assert stack == 0 and registers * 256 * 2 <= 65536

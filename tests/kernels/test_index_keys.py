@@ -1,12 +1,10 @@
 """Index keys: reference against the definition written out, Triton against it bit for bit, and the cache's bytes."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import printed
 
 from sglang_sparse_kernels.index_keys import PAGE_SIZE, quantize, reference, store
 from sglang_sparse_kernels.index_keys.cases import BF16, CASES, FP16, FP32, Case, make, slots_of
@@ -213,21 +211,3 @@ def test_wrong_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             store(*arguments)
-
-
-COMPILE = """
-from sglang_sparse_kernels.index_keys.triton import _quantize_kernel, _store_kernel
-
-QUANTIZE = {"ROTATE": True, "STEPS": 7, "FACTOR": 128**-0.5, "BFLOAT16": True, "FLOAT16": False}
-kinds = {"x_ptr": "*bf16", "slots_ptr": "*i64", "scales_ptr": "*fp32", "buffer_scales_ptr": "*fp32"}
-for capability in (80, 89, 90, 120):
-    quantize = [(_quantize_kernel, {**QUANTIZE, "POWERS": powers}) for powers in (True, False)]
-    for kernel, constants in (*quantize, (_store_kernel, {"PAGE": 64})):
-        constants = {**constants, "DIM": 128, "ROWS": 32, "DEPENDENT": capability >= 90}
-        compiled = compile_for(capability, kernel, kinds, constants, "*u8", lambda _: False, enable_fp_fusion=False)
-        print(len(compiled.asm["cubin"]) > 0)
-"""
-
-
-def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    assert printed(COMPILE, tmp_path) == ["True"] * 12

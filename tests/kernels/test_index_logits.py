@@ -1,12 +1,10 @@
 """Index logits: reference against loops in float64, Triton against the reference, and the selection that follows."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import printed
 
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys.reference import parts
@@ -247,30 +245,6 @@ def test_wrong_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             index_logits(**{**arguments, **change})
-
-
-COMPILE = """
-import re
-from sglang_sparse_kernels.index_logits.triton import _index_logits_kernel as kernel, default_config
-
-kinds = dict.fromkeys(("page_table_ptr", "rows_ptr", "lengths_ptr"), "*i32")
-for capability in (80, 89, 90, 120):
-    config, fp8 = default_config(divmod(capability, 10)), capability >= 89
-    kinds |= dict.fromkeys(("q_ptr", "keys_ptr"), "*fp8e4nv" if fp8 else "*u8")
-    constants = {"QUERIES": config.queries, "HEADS": 64, "BLOCK_HEADS": config.block_heads, "TILE": config.tile_tokens}
-    constants |= {"DIM": 128, "PAGE": 64, "FP8": fp8, "DEPENDENT": capability >= 90}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    compiled = compile_for(capability, kernel, kinds, constants, "*fp32", kinds.__contains__, **options)
-    layouts = re.findall(r"#mma.*warpsPerCTA = (\\[.*?\\])", compiled.asm["ttgir"])
-    print(capability, config.num_warps, set(layouts), "max.NaN.f32" in compiled.asm["ptx"])
-"""
-
-
-def test_products_are_divided_by_tokens_and_pass_nan_on(tmp_path: Path) -> None:
-    """The order of the sum over the heads hangs on it: for queries that share keys, and for one alone."""
-    # The interpreter's maximum passes NaN on whatever it is told.
-    expected = [f"{capability} 4 {{'[4, 1]'}} True" for capability in (80, 89, 90, 120)]
-    assert printed(COMPILE, tmp_path) == expected
 
 
 @pytest.mark.gpu

@@ -203,14 +203,3 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not cuda.takes(torch.empty(1, most, device="meta"), 4097)
     monkeypatch.setattr(nvrtc, "available", lambda _: False)
     assert not cuda.takes(torch.empty(1, 8, device="meta"), 1)
-
-
-@pytest.mark.parametrize("shape", [Shape(1, 256), Shape(1, 512), Shape(2, 512), Shape(8, 512), Shape(8, 1024)], ids=str)
-@pytest.mark.parametrize(
-    "capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}"
-)
-def test_it_compiles(capability: tuple[int, int], shape: Shape) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    if capability < (9, 0) and shape.cluster > 1:
-        pytest.skip("no clusters before Hopper")
-    assert nvrtc.compile_file(cuda.SOURCE, capability, shape.defines).startswith(b"\x7fELF")

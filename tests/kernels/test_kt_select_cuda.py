@@ -3,12 +3,11 @@
 import ctypes
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_library import build, resources
+from cuda_library import build
 from kt_selections import check, selected
 
 from sglang_sparse_kernels.common import nvrtc
@@ -249,19 +248,6 @@ def test_every_number_of_float8(dim: int, run: Any) -> None:
     larger = pairs.view(E5M2).float().nan_to_num(1e9, 1e9, 1e9)
     expected = [[[int(second > first), 2]] for first, second in larger.tolist()]
     assert selected(run(arguments), arguments) == expected
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
-def test_it_compiles(capability: tuple[int, int], tmp_path: Path) -> None:
-    """Without spills, or with few outside of the loops; two blocks fit a multiprocessor of 100 KB."""
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for pairs in (8, 32, 256):
-        for topr in (128, 32):
-            config = cuda.config_of(pairs, 132, capability >= (9, 0))
-            image = nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(128, 4, BF16, topr, config))
-            registers, stack, shared = resources(image, tmp_path)
-            assert registers * config.threads * config.resident <= 65536 and shared <= 48 * 1024
-            assert stack <= (32 if capability in ((8, 6), (8, 9)) else 0)
 
 
 def test_clusters() -> None:

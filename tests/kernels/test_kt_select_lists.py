@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import printed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -221,24 +220,6 @@ def test_ragged_rows(device: str, data: st.DataObject, heads: int, spare: int, s
     width = max(1, *(row.blocks for row in rows), 0) + spare
     arguments = make(Case(rows, heads, width=width), device, seed)
     assert_equals_the_reference(run(kernel.visible_blocks, arguments, config=kernel.ListConfig(block=32)), arguments)
-
-
-COMPILE = """
-import re
-from sglang_sparse_kernels.kt_select.triton import ListConfig, _visible_blocks_kernel as kernel
-
-for capability in (80, 89, 90, 120):
-    constants = {"HEADS": 8, "BLOCK": ListConfig().block, "STATS": True, "DEPENDENT": capability >= 90}
-    kinds = {"requests_ptr": "*i64", "stats_ptr": "*i64"}
-    compiled = compile_for(capability, kernel, kinds, constants, aligned=lambda _: False, num_warps=4)
-    used = re.findall(r"(?:STACK|SHARED):(\\d+)", dump(compiled))
-    print(capability, *used, "griddepcontrol" in compiled.asm["ptx"])
-"""
-
-
-def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
-    expected = [f"{capability} 0 0 {capability >= 90}" for capability in (80, 89, 90, 120)]
-    assert printed(COMPILE, tmp_path) == expected
 
 
 @pytest.mark.gpu

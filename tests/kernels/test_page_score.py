@@ -1,12 +1,10 @@
 """Page scores: reference against loops, Triton against the reference, and the bound itself."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import printed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -161,28 +159,3 @@ def test_score_bounds_every_key_of_the_page(
         logits = keys @ q[0].mean(dim=0)
         # The two sums round differently: at P=1 the bound is an equality.
         assert scores[logical] >= logits.max() - 1e-4
-
-
-COMPILE = """
-from sglang_sparse_kernels.page_score.triton import _page_score_kernel as kernel
-
-for capability in (80, 89, 90):
-    for summary, packed in (("*bf16", 1), ("*i32", 4)):
-        hopper = capability >= 90
-        constants = {"HEADS": 8, "GROUP": 4, "DIM": 128, "PACKED": packed, "BLOCK_ENTRIES": 128 // packed, "LANES": 8}
-        constants |= {"STEPS": 2, "DEPENDENT": hopper, "READY": hopper, "NATIVE": capability >= 89}
-        kinds = {"q_ptr": "*bf16", "summary_ptr": summary, "out_ptr": "*fp32"}
-        ptx = compile_for(capability, kernel, kinds, constants, num_warps=4).asm["ptx"]
-        early = ptx.split("griddepcontrol.wait")[0] if hopper else ""
-        print(capability, packed, early.count("ld.global.v4.b32"), ptx.count("cvt.rn.f16x2.e4m3x2"), ".local" in ptx)
-"""
-
-
-def test_summaries_are_loaded_whole_and_before_the_wait(tmp_path: Path) -> None:
-    """Compiled for GPUs without, with float8, and with dependent launch: 16 bytes a thread, in registers."""
-    expected = [
-        *("80 1 0 0 False", "80 4 0 0 False"),
-        *("89 1 0 0 False", "89 4 0 16 False"),
-        *("90 1 4 0 False", "90 4 2 16 False"),
-    ]
-    assert printed(COMPILE, tmp_path) == expected

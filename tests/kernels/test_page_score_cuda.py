@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,14 +163,3 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert takes(BF16, FP8, 128)
     monkeypatch.setattr(nvrtc, "available", lambda _: False)
     assert not takes(BF16, BF16, 128)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(str(part).split(".")[-1] for part in kind))
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}")
-def test_it_compiles(
-    capability: tuple[int, int], kind: tuple[int, int, torch.dtype, torch.dtype], tmp_path: Path
-) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    if kind[3] == FP8 and capability < (8, 9):
-        pytest.skip("no float8 before Ada")
-    assert nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(*kind))

@@ -1,11 +1,9 @@
 """Page summaries: reference against an exhaustive rounding table, Triton against the reference."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import printed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -238,26 +236,3 @@ def test_layers_that_differ_are_refused() -> None:
         update_page_summaries([k_cache, k_cache.to("meta")], [summary, summary], **arguments)
     with pytest.raises(ValueError, match="summaries must be on cpu, got meta"):
         update_page_summaries([k_cache, k_cache], [summary, summary.to("meta")], **arguments)
-
-
-COMPILE = """
-import re
-from sglang_sparse_kernels.page_summary import triton as module
-
-kernel = module._page_summary_kernel
-kinds = {"offsets_ptr": "*i64", "last_slots_ptr": "*i64", "overflow_ptr": "*i32", "summary_ptr": "*u8"}
-constants = {"LAYERS": 32, "HEADS": 8, "DIM": 128, "BLOCK_DIM": 128, "PAGE": 4, "COUNT_OVERFLOW": True}
-for capability in (80, 89, 90, 120):
-    # On Ampere the compiler does not know float8_e4m3fn, the one float8 of the keys.
-    for keys in ("*bf16", "*fp8e4nv") if capability >= 89 else ("*bf16",):
-        for rounding in (module._E5M2,) if keys == "*fp8e4nv" else (module._E4M3, module._E5M2):
-            constants |= {"ROUNDING": rounding, "DEPENDENT": capability >= 90}
-            compiled = compile_for(capability, kernel, kinds | {"k_ptr": keys}, constants, num_warps=4)
-            # Numbers that float32 holds as subnormal ones must not be flushed to zero, which would be no bound.
-            print(capability, *re.findall(r"STACK:(\\d+)", dump(compiled)), "ftz" in compiled.asm["ptx"])
-"""
-
-
-def test_float8_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
-    expected = ["80 0 False"] * 2 + [f"{capability} 0 False" for capability in (89, 90, 120) for _ in range(3)]
-    assert printed(COMPILE, tmp_path) == expected

@@ -205,20 +205,6 @@ def test_given_shapes_must_hold_the_row() -> None:
         cuda.shape_of(16384, 8, 132, cluster=1, threads=256)
 
 
-@pytest.mark.parametrize(
-    ("capability", "shape"),
-    [
-        ((8, 0), Shape(1, 1024, 16)),
-        ((9, 0), Shape(1, 1024, 32)),
-        ((9, 0), Shape(8, 512, 4)),
-        ((10, 0), Shape(2, 1024, 4)),
-    ],
-)
-def test_it_compiles_for_gpus(capability: tuple[int, int], shape: Shape) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    assert nvrtc.compile_file(cuda.SOURCE, capability, shape.defines).startswith(b"\x7fELF")
-
-
 def test_what_does_not_compile_says_why(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     source = tmp_path / "broken.cu"

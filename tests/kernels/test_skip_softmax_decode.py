@@ -3,13 +3,11 @@
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
-from compiled_kernels import printed
 from skip_softmax_runs import FP16, FP32, INF, NAN, TOLERANCE, garbled_table, kept_keys, with_factor
 
 from sglang_sparse_kernels.skip_softmax_decode import reference, skip_softmax_decode
@@ -242,28 +240,3 @@ def test_replays_as_a_cuda_graph_with_other_lengths(device: str) -> None:
     arguments["n_pages"].copy_(n_pages)
     graph.replay()
     assert torch.equal(out, expected) and torch.equal(stats, expected_stats)
-
-
-COMPILE = """
-import re
-from sglang_sparse_kernels.skip_softmax_decode import triton as op
-
-kinds = {"table_ptr": "*i32", "n_pages_ptr": "*i32", "last_slots_ptr": "*i64", "stats_ptr": "*i64"}
-kinds |= {"factor_ptr": "*fp32", "lse_ptr": "*fp32"}
-aligned = lambda name: "ptr" in name or "stride" in name and name[0] != "t"
-for target, dim, kv in (80, 128, 16), (89, 128, 16), (90, 64, 16), (90, 256, 16), (90, 128, 8), (120, 128, 16):
-    config = op.default_config(dim, dim, 4)
-    constants = {"HEADS": 8, "GROUP": 4, "BLOCK_GROUP": 16, "PAGE": 16, "BLOCK_KEYS": 64, "LOCAL_BLOCKS": 2}
-    constants |= {"SPLITS": 64, "UPCAST": False, "DEPENDENT": target >= 90}
-    constants |= dict.fromkeys(("DIM", "BLOCK_DIM", "V_DIM", "BLOCK_V_DIM"), dim)
-    kinds |= dict.fromkeys(("k_ptr", "v_ptr"), "*bf16" if kv == 16 else "*fp8e4nv")
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
-    made = compile_for(target, op._split_kernel, kinds, constants, "*bf16", aligned, **options)
-    fits = made.metadata.shared <= 99 * 1024
-    print(re.findall("STACK:[0-9]+", dump(made)), fits, "async_copy" in made.asm["ttgir"])
-"""
-
-
-def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
-    """It fits the shared memory of all, and loads the keys of later blocks while one is judged."""
-    assert printed(COMPILE, tmp_path) == ["['STACK:0'] True True"] * 6

@@ -3,13 +3,12 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
-from cuda_library import OnCpu, assert_takes, build_kinds, names, resources
+from cuda_library import OnCpu, assert_takes, build_kinds, names
 from skip_softmax_runs import INF, NAN, TOLERANCE, garbled_table, with_factor
 
 from sglang_sparse_kernels.common import launch, nvrtc
@@ -215,17 +214,6 @@ def test_splits() -> None:
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_takes(cuda.takes, monkeypatch)
-
-
-@pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (64, FP16)], ids=str)
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}")
-def test_it_compiles_without_spills(capability: tuple[int, int], dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for config in cuda.CONFIGS:
-        for group in (1, 8):
-            image = nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(dim, group, dtype, config))
-            registers, stack, _ = resources(image, tmp_path)
-            assert stack == 0 and registers * 32 * config.warps * config.resident <= 65536
 
 
 TAKEN = [

@@ -3,13 +3,11 @@
 import itertools
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from anchor_runs import garbled, relative_error, row_slots, strided
-from compiled_kernels import printed
 from skip_softmax_runs import (
     BF16,
     FP16,
@@ -209,28 +207,3 @@ def test_wrong_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             make_plan(*given)
-
-
-COMPILE = """
-import re
-from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES
-from sglang_sparse_kernels.skip_softmax_prefill.triton import _skip_softmax_kernel as kernel, default_config
-
-config = default_config(TILE_QUERIES)
-options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-aligned = lambda name: name.endswith("_ptr") or "stride" in name and name != "table_stride"
-for capability, kind in ((80, "*bf16"), (90, "*bf16"), (90, "*fp8e4nv"), (120, "*bf16")):
-    kinds = {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_ptr": kind, "v_ptr": kind}
-    kinds |= {"factor_ptr": "*fp32", "stats_ptr": "*i64"}
-    constants = {"HEADS": 32, "GROUP": 4, "DIM": 128, "V_DIM": 128, "BLOCK_DIM": 128, "BLOCK_V_DIM": 128, "PAGE": 16}
-    constants |= {"TILE_QUERIES": TILE_QUERIES, "BLOCK_KEYS": BLOCK_KEYS, "UPCAST": False}
-    compiled = compile_for(capability, kernel, kinds, constants, aligned=aligned, **options)
-    (stack,), fits = re.findall(r"STACK:(\\d+)", dump(compiled)), compiled.metadata.shared <= 99 * 1024
-    print(capability, kind, "stack", stack, "fits", fits, "wgmma" in compiled.asm["ptx"])
-"""
-
-
-def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
-    kinds = ((80, "*bf16", False), (90, "*bf16", True), (90, "*fp8e4nv", True), (120, "*bf16", False))
-    expected = [f"{capability} {kind} stack 0 fits True {wgmma}" for capability, kind, wgmma in kinds]
-    assert printed(COMPILE, tmp_path) == expected

@@ -1,12 +1,10 @@
 """Window scores: reference against loops, Triton against the reference, and what the scores promise."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import printed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -237,31 +235,6 @@ def test_wrong_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             window_score(**{**arguments, **change})
-
-
-COMPILE = """
-import re
-from sglang_sparse_kernels.window_score import triton as kernels
-
-sizes, config = kernels._sizes(32, 4, 4096), kernels.default_config(128)
-options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-aligned = lambda name: name.endswith("_ptr") or "_stride_" in name
-constants = {"WINDOW": 32, "GROUP": 4, "DIM": 128, "BLOCK_DIM": 128, "PAGE": 16, "TILES": sizes.tiles}
-constants |= {"BLOCK": sizes.block, "TILE": config.tile_tokens, "SPLIT": kernels._SPLIT, "UPCAST": False}
-for capability, kind in ((80, "*bf16"), (89, "*bf16"), (90, "*bf16"), (90, "*fp8e4nv"), (120, "*bf16")):
-    kinds = {"q_ptr": "*bf16", "k_ptr": kind} | dict.fromkeys(("n_window_ptr", "table_ptr", "lengths_ptr"), "*i32")
-    for kernel in (kernels._split_kernel, kernels._weight_kernel):
-        compiled = compile_for(capability, kernel, kinds, constants, "*fp32", aligned, **options)
-        (stack,), fits = re.findall(r"STACK:(\\d+)", dump(compiled)), compiled.metadata.shared <= 99 * 1024
-        print(capability, kind, "stack", stack, "fits", fits, "wgmma" in compiled.asm["ptx"])
-"""
-
-
-def test_the_kernels_compile_for_gpus_without_spills(tmp_path: Path) -> None:
-    kinds = ((80, "*bf16", False), (89, "*bf16", False), (90, "*bf16", True), (90, "*fp8e4nv", True))
-    kinds = (*kinds, (120, "*bf16", False))
-    expected = [f"{capability} {kind} stack 0 fits True {wgmma}" for capability, kind, wgmma in kinds for _ in "12"]
-    assert printed(COMPILE, tmp_path) == expected
 
 
 @pytest.mark.gpu

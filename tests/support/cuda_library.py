@@ -1,7 +1,6 @@
 """CUDA kernels of this repository as C++, for a machine without a GPU: see ``cuda_on_cpu.h``."""
 
 import ctypes
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from sglang_sparse_kernels.common import nvrtc
 
@@ -75,15 +73,6 @@ class OnCpu:
             for value in arguments
         )
         self._function(*grid, threads, *pointers)
-
-
-def resources(image: bytes, folder: Path) -> tuple[int, int, int]:
-    """Registers of a thread, bytes of it that spill, and bytes of a block's shared memory, of a compiled kernel."""
-    cubin, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    cubin.write_bytes(image)
-    text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack, shared = (int(re.findall(rf"{name}:(\d+)", text)[0]) for name in ("REG", "STACK", "SHARED"))
-    return registers, stack, shared
 
 
 def names(kind: Any) -> str:

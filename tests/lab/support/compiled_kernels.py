@@ -1,27 +1,15 @@
 """Triton kernels compiled for GPUs that are not there, in a process of its own whose Triton does not interpret."""
 
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import triton
+from triton.backends.compiler import GPUTarget
 
-def printed(script: str, folder: Path) -> list[str]:
-    """Lines that a script prints, for which ``compile_for`` and ``dump`` are imported.
-
-    Args:
-        script: Python source.
-        folder: where Triton keeps what it compiles.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "from compiled_kernels import compile_for, dump\n" + script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
+from eval.lab.compile_kernels import usage
 
 
 def compile_for(
@@ -44,8 +32,6 @@ def compile_for(
         aligned: whether an argument is a multiple of 16, by its name.
         options: of the launch, such as ``num_warps``.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
 
     def kind(name: str) -> str:
         usual = pointers if name.endswith("_ptr") else "fp32" if name.endswith("scale") else "i32"
@@ -58,13 +44,15 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def dump(compiled: Any, tool: str = "cuobjdump", *flags: str) -> str:
-    """What a tool of CUDA's says of a compiled kernel, by default of its registers, stack and shared memory."""
-    import triton
+def stack(compiled: Any) -> int:
+    """Bytes of a thread's stack, spills among them."""
+    return usage(compiled.asm["cubin"])["stack_bytes"]
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+
+def disassembled(compiled: Any) -> str:
+    """Instructions of a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        flags = flags or (("--dump-resource-usage",) if tool == "cuobjdump" else ())
-        return subprocess.run([path, *flags, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
