@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #define __device__
@@ -52,6 +53,8 @@ struct Thread {
     unsigned rank;
     std::unique_ptr<char[]> stack{new char[1 << 16]};
     ucontext_t context;
+    jmp_buf turn;
+    bool begun;
     const Barrier* awaited;
     unsigned before, arrival;
     bool ended;
@@ -59,18 +62,25 @@ struct Thread {
 static Index threadIdx, blockIdx, gridDim;
 static unsigned place_in_cluster;
 static Thread* running;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 
 // The blocks of one cluster run at a time; where there are no clusters, they are of one block.
 static std::vector<Block> blocks;
 static Barrier cluster;
 alignas(1024) static unsigned char memory[16][1 << 17];
 
+// A turn of a thread; only its first one is through a context, for which the system is called each time.
+static void resume(Thread& thread) {
+    if (_setjmp(scheduler)) return;
+    if (thread.begun) _longjmp(thread.turn, 1);
+    thread.begun = true;
+    setcontext(&thread.context);
+}
 void Barrier::wait(unsigned before) {
     if (passed != before) return;
     running->awaited = this;
     running->before = before;
-    swapcontext(&running->context, &scheduler);
+    if (!_setjmp(running->turn)) _longjmp(scheduler, 1);
 }
 
 static void __syncthreads() { blocks[place_in_cluster].barrier.arrive_and_wait(); }
@@ -308,7 +318,7 @@ static void take_turns(std::vector<Thread>& threads) {
             threadIdx = thread->place;
             blockIdx = thread->block;
             place_in_cluster = thread->rank;
-            swapcontext(&scheduler, &thread->context);
+            resume(*thread);
         }
         // All that are left wait for one that has ended, or for each other.
         if (stuck) std::abort();
@@ -326,12 +336,13 @@ static void launch(unsigned columns, unsigned rows, unsigned threads, unsigned s
         running->ended = true;
         // A block's memory ends with it.
         if (--blocks[place_in_cluster].left == 0) std::memset(memory[place_in_cluster], 0x5A, sizeof *memory);
+        _longjmp(scheduler, 1);
     };
     gridDim = {columns, rows};
     std::vector<Thread> all(size * threads);
     for (unsigned place = 0; place < columns * rows; place += size) {
         // What is not written is not zero.
-        std::memset(memory, 0xA5, sizeof memory);
+        std::memset(memory, 0xA5, size * sizeof *memory);
         cluster = {size * threads};
         blocks.assign(size, {{threads}, std::vector<Warp>(threads / 32), threads});
         for (unsigned thread = 0; thread < size * threads; thread++) {
@@ -340,11 +351,11 @@ static void launch(unsigned columns, unsigned rows, unsigned threads, unsigned s
             one.rank = thread / threads;
             one.block = {place % columns + one.rank, place / columns};
             one.awaited = nullptr;
-            one.ended = false;
+            one.begun = one.ended = false;
             getcontext(&one.context);
             one.context.uc_stack.ss_sp = one.stack.get();
             one.context.uc_stack.ss_size = 1 << 16;
-            one.context.uc_link = &scheduler;
+            one.context.uc_link = nullptr;
             makecontext(&one.context, run, 0);
         }
         take_turns(all);
