@@ -64,13 +64,16 @@ def least_gaps(
 
 
 def masses(arguments: dict[str, Any], group: int) -> torch.Tensor:
-    """What each query of a group attends to of the keys that may be left out, ``[Hq, queries, candidates]``."""
+    """What the first queries of a group, of each number, attend to of the keys that may be left out.
+
+    ``[Hq, queries + 1, candidates]``.
+    """
     first, end = group * GROUP, min((group + 1) * GROUP, len(arguments["q"]))
     slots = cases.row_slots(arguments["page_table"], 0, end, arguments["page_size"])
     logits = torch.einsum("qhd,kd->hqk", arguments["q"][first:end], arguments["k_cache"][slots, 0])
     later = torch.ones(end - first, end, dtype=torch.bool).triu(first + 1)
     weights = logits.mul_(arguments["sm_scale"]).masked_fill_(later, float("-inf")).softmax(-1)
-    return weights[..., BLOCK:first]
+    return torch.nn.functional.pad(weights[..., BLOCK:first], (0, 0, 1, 0)).cumsum(1)
 
 
 class Measured:
@@ -90,8 +93,8 @@ class Measured:
         """And the share of candidates that are left out, over the queries that may leave out some."""
         lost = left_out = pairs = 0.0
         for start, end, gaps in parts:
-            missed, group = gaps > theta, start // GROUP
-            lost += (self.mass[group][:, start % GROUP : start % GROUP + end - start] * missed[:, None]).sum().item()
+            missed, first, mass = gaps > theta, start % GROUP, self.mass[start // GROUP]
+            lost += (mass[:, first + end - start] - mass[:, first])[missed].sum().item()
             left_out += missed.sum().item() * (end - start)
             pairs += missed.numel() * (end - start)
         return 1 - lost / (2 * (self.length - GROUP)), left_out / pairs
