@@ -58,7 +58,20 @@ def hasten() -> None:
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
         self.shape, self.numel = shape_of(*(kind.shape if kind.is_block() else ()))
 
-    interpreter._patch_lang, tl.tensor.__init__ = patch, tensor
+    make_block = tl.block_type.__init__
+
+    @cache
+    def block_of(*sizes: int) -> tuple[Any, int, str]:
+        made = object.__new__(tl.block_type)
+        make_block(made, tl.int8, list(sizes))
+        return made.shape, made.numel, str(made.shape)
+
+    def block_type(self: Any, element: Any, shape: Any) -> None:
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        self.element_ty, (self.shape, self.numel, name) = element, block_of(*sizes)
+        self.name = f"<{name}, {element}>"
+
+    interpreter._patch_lang, tl.tensor.__init__, tl.block_type.__init__ = patch, tensor, block_type
     interpreter._get_np_dtype = lambda kind: address if kind.scalar.is_ptr() else np_dtype(kind.scalar)
     # Overflows are computed, and asserted only in Triton's debug mode.
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
