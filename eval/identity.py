@@ -49,7 +49,7 @@ def make_prompts(count: int, seed: int) -> list[str]:
         key = random_key(rng)
         text = hide(
             haystack.draw(rng, LENGTHS[i % len(LENGTHS)]),
-            form.records(key, value=random_number(rng)),
+            [form.record(key, value=random_number(rng))],
             [rng.random()],
         )
         prompts.append(prompt_text(form, text, form.question(key)))

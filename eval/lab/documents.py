@@ -25,7 +25,7 @@ from pathlib import Path
 from eval import ppl_prefill, report
 from eval.lab.agreement import agreement
 from eval.lab.kernels import dsa, mla, prefill
-from eval.lab.selection import recall_table
+from eval.lab.selection import page_tables
 from eval.lab.servers import decode, profile, throughput
 from eval.lab.servers.decode_peers import outdated_peers
 from eval.lab.tables import (
@@ -153,8 +153,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "drift": lambda: tables.drift(_file("long_generation", COMPARISON)),
     "agreement": lambda: files.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: files.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
-    "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
-    "page-answers": lambda: recall_table.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
+    "page-statistics": lambda: page_tables.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
+    "page-answers": lambda: page_tables.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
     "quality-perplexity": lambda: quality.perplexities(_file(f"{QUALITY.lower()}-resa-ppl", RESULTS / "real")),
     "quality-drift": lambda: tables.drift(_file(f"{QUALITY.lower()}-resa-drift", RESULTS / "real")),

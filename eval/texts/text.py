@@ -1,14 +1,13 @@
-"""Question forms, needles and haystacks: the texts that the tiny models are trained on, tested on and shown with.
+"""Question forms, needles and haystacks: the texts that the tiny models are tested on and shown with.
 
-A *form* is one way to hide a value in a long text and to ask for it. Its answer is a function of the question, so that
-an output is checked by comparing strings. Chat forms are asked through a chat template, the long text and the question
-in the user's turn; completion forms are raw prompts that the answer continues.
+A *form* is one way to hide a value in a long text and to ask for it. Chat forms are asked through a chat template, the
+long text and the question in the user's turn; completion forms are raw prompts that the answer continues.
 
 >>> form = FORMS["needle"]
 >>> form.record("lantern-hill", value="4821937")
 'One of the special magic numbers for lantern-hill is: 4821937.'
->>> form.question("lantern-hill"), form.answer("lantern-hill", value="4821937")
-('What is the special magic number for lantern-hill?', '4821937')
+>>> form.question("lantern-hill")
+'What is the special magic number for lantern-hill?'
 
 Needle sentences, questions and answer prefixes named RULER follow the task texts of the RULER benchmark
 (Hsieh et al., 2024).
@@ -36,77 +35,39 @@ RULER_INTROS = (
     "I will quiz you about the numbers afterwards.",
 )
 
-_MAGIC = "One of the special magic numbers for {key0} is: {value}."
-_RULER_QUESTION = "What is the special magic number for {key0} mentioned in the provided text?"
-_RULER_PREFIX = "The special magic number for {key0} mentioned in the provided text is"
+_MAGIC = "One of the special magic numbers for {key} is: {value}."
+_RULER_QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
+_RULER_PREFIX = "The special magic number for {key} mentioned in the provided text is"
 _PASS_KEY = "The pass key is {value}. Remember it. {value} is the pass key."
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way to hide a value and to ask for it; templates use the fields key0, key1, ... and value.
+    """One way to hide a value and to ask for it; templates use the fields key and value.
 
     Attributes:
-        last_record: the record that holds the value.
-        question_template, answer_template: ``{rest}`` in the answer stands for the names after the first of a chain.
         chat: asked through the chat template; otherwise a raw prompt that ends in the question.
-        link: for chains only: the record that points from one name to the next.
-        keys: what the keys are made of: "words", "digits" or "none".
     """
 
     name: str
-    last_record: str
+    record_template: str
     question_template: str
-    answer_template: str
     chat: bool = True
-    link: str = ""
-    keys: str = "words"
 
-    def record_templates(self, hops: int = 1) -> list[str]:
-        """The `hops` records of one chain, in reading order."""
-        if hops > 1 and not self.link:
-            raise ValueError(f"form {self.name!r} has no chains: got hops={hops}, allowed is 1")
-        links = [self.link.format(key=f"{{key{i}}}", next=f"{{key{i + 1}}}") for i in range(hops - 1)]
-        return [*links, self.last_record.replace("{key0}", f"{{key{hops - 1}}}")]
-
-    def answer_for_hops(self, hops: int = 1) -> str:
-        """Template of the answer to a chain of `hops` records; it names every variable on the way."""
-        return self.answer_template.replace("{rest}", "".join(f" = VAR {{key{i}}}" for i in range(1, hops)))
-
-    def records(self, *keys: str, value: str) -> list[str]:
-        """The records of the chain keys[0] -> keys[1] -> ... -> value as text, in reading order."""
-        fields = {f"key{i}": key for i, key in enumerate(keys)}
-        return [template.format(value=value, **fields) for template in self.record_templates(max(1, len(keys)))]
-
-    def record(self, *keys: str, value: str) -> str:
-        """The only record of a form without chains."""
-        (text,) = self.records(*keys, value=value)
-        return text
+    def record(self, key: str = "", *, value: str) -> str:
+        """What says the value in the text."""
+        return self.record_template.format(key=key, value=value)
 
     def question(self, key: str = "") -> str:
         """What is asked; for a completion form the text that the answer continues."""
-        return self.question_template.format(key0=key)
-
-    def answer(self, *keys: str, value: str) -> str:
-        """What a right answer says, without the end-of-turn token."""
-        fields = {f"key{i}": key for i, key in enumerate(keys)}
-        return self.answer_for_hops(max(1, len(keys))).format(value=value, **fields)
+        return self.question_template.format(key=key)
 
 
-_VAR, _VAR_LINK, _VAR_PATH = "VAR {key0} = {value}", "VAR {key} = VAR {next}", "{rest} = {value}"
-_BOXED = "What is the special magic number for {key0}? Put your final answer within \\boxed{{}}."
 _ALL = (
-    Form("needle", _MAGIC, "What is the special magic number for {key0}?", "{value}"),
-    Form("needle_sentence", _MAGIC, _RULER_QUESTION, _RULER_PREFIX + " {value}."),
-    Form("needle_ruler", _MAGIC, f"{_RULER_QUESTION} {_RULER_PREFIX}", " {value}.", chat=False),
-    Form("needle_boxed", _MAGIC, _BOXED, "\\boxed{{{value}}}"),
-    Form("passkey", _PASS_KEY, "What is the pass key?", "{value}", keys="none"),
-    Form("passkey_completion", _PASS_KEY, "What is the pass key? The pass key is", " {value}.", False, keys="none"),
-    Form("var", _VAR, "What is the value of VAR {key0}?", "VAR {key0}" + _VAR_PATH, link=_VAR_LINK),
-    Form("var_completion", _VAR, "VAR {key0}", _VAR_PATH, chat=False, link=_VAR_LINK),
-    Form("json", '"{key0}": "{value}",', 'What is the value of the key "{key0}"?', "{value}", keys="digits"),
-    Form("json_completion", '"{key0}": "{value}",', '"{key0}":', ' "{value}",', chat=False, keys="digits"),
-    Form("records", "{key0} = {value};", "{key0} =", " {value};", chat=False),
+    Form("needle", _MAGIC, "What is the special magic number for {key}?"),
+    Form("needle_ruler", _MAGIC, f"{_RULER_QUESTION} {_RULER_PREFIX}", chat=False),
+    Form("passkey", _PASS_KEY, "What is the pass key?"),
+    Form("json", '"{key}": "{value}",', 'What is the value of the key "{key}"?'),
 )
 FORMS: dict[str, Form] = {form.name: form for form in _ALL}
 

@@ -184,7 +184,7 @@ def with_records(
     numbers = {key: random_number(rng) for key in unique_keys(rng, RECORDS, random_key)}
     asked = rng.choice(list(numbers))
     opening, _, closing = prompt_text(form, "\0", form.question(asked)).partition("\0")
-    before, answer = encode(opening), encode(form.answer(asked, value=numbers[asked]) + IM_END)
+    before, answer = encode(opening), encode(numbers[asked] + IM_END)
     after = [*encode(closing), *answer]
     records = [encode(" " + form.record(key, value=value)) for key, value in numbers.items()]
     size = len(window.tokens)

@@ -26,15 +26,11 @@ def test_words_of_training_and_evaluation_are_disjoint() -> None:
 
 
 def test_forms_render() -> None:
-    var = FORMS["var"]
-    assert var.records("b", "a", value="12345") == ["VAR b = VAR a", "VAR a = 12345"]
-    assert var.answer("b", "a", value="12345") == "VAR b = VAR a = 12345"
-    completion = FORMS["var_completion"]
-    assert completion.question("b") + completion.answer("b", "a", value="12345") == "VAR b = VAR a = 12345"
-    assert FORMS["needle_boxed"].answer("k", value="1234567") == "\\boxed{1234567}"
     assert FORMS["passkey"].record(value="12345") == "The pass key is 12345. Remember it. 12345 is the pass key."
-    with pytest.raises(ValueError, match="got hops=2, allowed is 1"):
-        FORMS["needle"].record_templates(2)
+    assert FORMS["json"].record("17", value="12345") == '"17": "12345",'
+    assert (
+        FORMS["needle_ruler"].question("k").endswith("number for k mentioned in the provided text is")
+    )
 
 
 def test_hide_places_records_by_depth() -> None:

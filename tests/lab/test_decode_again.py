@@ -70,7 +70,7 @@ def test_what_cannot_be_summarised_again(measured: Path, capsys: pytest.CaptureF
 def test_a_peer_that_was_measured_again_is_found(
     measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("DOCUMENTS", ()), ("CARDS", ()), ("RESULTS", measured.parent)):
+    for name, value in (("DOCUMENTS", ()), ("RESULTS", measured.parent)):
         monkeypatch.setattr(documents, name, value)
     peer = peer_file(measured.with_name("peer.jsonl"), ROW)
     assert again(measured, peer) == 0

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from eval.lab.selection import page_statistics
-from eval.lab.selection.recall_attention import Captured, capture, load_model
-from eval.lab.selection.recall_table import statistics
+from eval.lab.selection.captured_attention import Captured, capture, load_model
+from eval.lab.selection.page_tables import statistics
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 

@@ -69,10 +69,13 @@ def test_what_there_is_not(more: tuple[str, ...], message: str, capsys: pytest.C
     assert re.search(message, capsys.readouterr().err)
 
 
-def write(folder: Path, arm: str, scores: dict[str, tuple[str, list[float]]], density: int) -> None:
-    """A file of answers to "easy" and "hard", by the names that a file gives its servers."""
+def write(
+    folder: Path, arm: str, scores: dict[str, tuple[str, list[float]]], density: int, suite: str = "ruler"
+) -> None:
+    """A file of answers to "easy" and "hopeless", by the names that a file gives its servers."""
     server = {"model_path": f"/models/{MODEL}", "version": "0.5.23"}
-    with Record(folder / f"m-{arm}-ruler-8k.jsonl", "eval.ruler", "r", label=arm, servers={"base": server}) as record:
+    path, servers = folder / f"m-{arm}-{suite}-8k.jsonl", {"base": server}
+    with Record(path, f"eval.{suite}", "r", label=arm, servers=servers) as record:
         for told, (task, given) in scores.items():
             for index, score in enumerate(given):
                 row = {"task": task, "length": 8192, "arm": told.split(":")[0], "id": f"{task}/{index}"}
@@ -86,16 +89,26 @@ def test_the_table_pairs_every_arm_with_the_first_ones_dense_answers(tmp_path: P
     easy, hopeless = [1.0] * 40, [0.0] * 30 + [1.0] * 10
     dense = {"compare": ("easy", easy), "compare:": ("hopeless", hopeless)}
     write(tmp_path, "resa", {"base": ("easy", [0.0] * 4 + [1.0] * 36), "base:": ("hopeless", hopeless), **dense}, 10)
+    write(tmp_path, "resa", {"base": ("easy", easy), "compare": ("easy", easy)}, 30, suite="niah")
     write(tmp_path, "rocketkv", {"base": ("easy", [1.0] * 20)}, 2)
+    write(tmp_path, "true_mass", {"base": ("easy", easy)}, 10)
+    write(tmp_path, "z", {"base": ("easy", easy)}, 10)
     (answers,) = read_answers(sorted(tmp_path.glob("*.jsonl"))).values()
-    line, mean = answers.lines()
+    line, mean, *needles = answers.lines()
+    assert [row["suite"] for row in needles] == ["needles", "needles"] and needles[1]["read:resa"] == 0.3
     # What dense attention does not do says nothing; fewer questions are held against the same ones.
     assert (line["task"], line["n"], line["diff:resa"], line["n:rocketkv"]) == ("easy", 40, pytest.approx(-0.1), 20)
     assert (mean["task"], mean["resa"], mean["diff:rocketkv"]) == ("mean", 0.9, 0.0)
     (table,) = quality_tables(tmp_path)
-    assert table.startswith("Qwen2.5-Coder-0.5B-Instruct:\n\n| suite | length | task | n | dense | resa (10% read) |")
-    assert "| RULER | 8k | easy | 40 | 100.0 | -10.0 | +0.0 |" in table.replace("**", "") and "hopeless" not in table
-    assert kept_over_read(answers) == {"resa": (0.1, 0.9), "rocketkv": (0.02, 1.0)}
+    # What no method can do is last.
+    assert (
+        "| suite | length | task | n | dense | resa | rocketkv | z | true_mass |" in table and "hopeless" not in table
+    )
+    assert "| RULER | 8k | easy | 40 | 100.0 | **-10.0** | +0.0 (n 20) | +0.0 | +0.0 |" in table
+    assert "| RULER | 8k | mean |  | 100.0 | -10.0, 10% read | +0.0, 2% read |" in table
+    # Of RULER alone.
+    points = kept_over_read(answers)
+    assert points["resa"] == (0.1, 0.9) and points["rocketkv"] == (0.02, 1.0)
     plot(answers, tmp_path / "chart")
     assert (tmp_path / "chart.svg").stat().st_size > 1000
     (tmp_path / "m-anchor-niah-8k.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}) + "\n")

@@ -49,7 +49,7 @@ def in_use(server: ServerProcess, begin: int) -> list[tuple[int, int]]:
 def some() -> list[list[int]]:
     """Random prompts at and around the ends of budget, blocks, pages and chunks."""
     rng = random.Random(5)
-    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 544, 700, 1023, 1504)
+    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 544, 549, 1023, 1504)
     return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
 
 

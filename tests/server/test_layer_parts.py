@@ -52,7 +52,7 @@ def counted(server: ServerProcess, before: Sequence[dict[str, Any]] | None = Non
 def some() -> list[list[int]]:
     """Random prompts at and around the ends of budgets, blocks, pages and chunks."""
     rng = random.Random(5)
-    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 700, 1023, 1504)
+    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 513, 1023, 1504)
     return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
 
 

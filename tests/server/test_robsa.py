@@ -21,9 +21,9 @@ PAGE = 64
 
 @pytest.fixture(scope="module")
 def mixed() -> list[list[int]]:
-    """Six random prompts whose lengths are at and around borders of blocks and chunks."""
+    """Seven random prompts whose lengths are at and around borders of blocks and chunks."""
     rng = random.Random(3)
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in (32, 33, 130, 513, 777, 1500)]
+    return [[rng.randrange(10, 4000) for _ in range(length)] for length in (17, 32, 33, 512, 513, 777, 1500)]
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def kept(server: ServerProcess) -> tuple[int, int]:
 def some() -> list[list[int]]:
     """Random prompts at and around the ends of budget, blocks, pages and chunks."""
     rng = random.Random(5)
-    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 544, 700, 1023, 1504)
+    lengths = (40, BUDGET, BUDGET + 1, BUDGET + 2, 511, 544, 549, 1023, 1504)
     return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
 
 
@@ -82,7 +82,7 @@ def test_few_blocks_of_what_is_kept_are_attended(server, some, cut, alone) -> No
 
 def test_a_cached_prefix_is_used_up_to_the_window(server, some, alone) -> None:
     edges = (1, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 40, 0)
-    for index, before in ((-1, edges), (6, (1, 0)), (2, (WINDOW, 0))):
+    for index, before in ((-1, edges), (7, (1, 0)), (2, (WINDOW, 0))):
         prompt = some[index]
         for cached in before:
             server.flush_cache()

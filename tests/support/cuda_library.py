@@ -36,7 +36,7 @@ def build(folder: Path, kernels: Iterable[str], macros: str = "") -> ctypes.CDLL
     source, target = folder / "kernels.cpp", folder / "kernels.so"
     undefined = "".join(f"#undef {name}\n" for name in macros.split())
     source.write_text("".join(['#include "cuda_on_cpu.h"\n', *(kernel + undefined for kernel in kernels)]))
-    # Where compilers fortify jumps between stacks they refuse those of threads that take turns.
+    # The C library's fortified longjmp ends the process where threads switch stacks.
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", "-U_FORTIFY_SOURCE"]
     options += [f"-I{Path(__file__).parents[1] / 'kernels'}", f"-I{nvrtc.HEADERS}"]
     subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)

@@ -49,7 +49,7 @@ def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, int]:
 def find_needles(server: ServerProcess, folder: Path, length: str = "2k") -> list[dict[str, Any]]:
     """Ask for three single needles and three multi-key ones, all of which must be found; returns the summary."""
     arguments = ["--base-url", server.url, "--out", str(folder / "niah.jsonl"), "--concurrency", "4"]
-    asked = ["--tasks", "single,multikey", "--lengths", length, "--n", "1", "--depths", "0,40,80"]
+    asked = ["--tasks", "single,multikey", "--lengths", length, "--n", "1", "--depths", "0,50,100"]
     assert niah.main([*arguments, *asked]) == 0
     lines = [row for row in read_rows(folder / "niah.jsonl") if row["kind"] == "summary"]
     assert [line["score"] for line in lines] == [1.0, 1.0]

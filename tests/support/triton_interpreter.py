@@ -39,7 +39,7 @@ INTERPRETED = not HAS_GPU and "triton" not in sys.modules
 
 
 def hasten() -> None:
-    """Let the interpreter do less around what kernels do, which takes three fifths of its time."""
+    """Let the interpreter of Triton 3.8 do less around what kernels do, which takes most of its time."""
     import triton.language as tl
     from triton.runtime import interpreter
 

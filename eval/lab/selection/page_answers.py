@@ -23,8 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache
 
+from eval.lab.selection.captured_attention import load_model
 from eval.lab.selection.page_statistics import LEAST, PAGE, STATISTICS, TRUE
-from eval.lab.selection.recall_attention import load_model
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.lab.selection.recall_attention import Captured, capture, load_model, model_facts
+from eval.lab.selection.captured_attention import Captured, capture, load_model, model_facts
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record

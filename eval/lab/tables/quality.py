@@ -44,11 +44,11 @@ class Answers:
 
     Attributes:
         scores: by arm, and by suite, length and task: of each prompt.
-        counts: likewise, rows of the server's counters.
+        counts: by arm, and by suite and length: rows of the server's counters.
     """
 
     scores: dict[str, dict[Place, dict[str, float]]] = field(default_factory=dict)
-    counts: dict[str, list[Row]] = field(default_factory=dict)
+    counts: dict[str, dict[tuple[str, int], list[Row]]] = field(default_factory=dict)
 
     def add(self, suite: str, arm: str, rows: Sequence[Row]) -> None:
         """Take what a file of a suite says of an arm, of the dense one beside it, and of others on the same server."""
@@ -61,7 +61,8 @@ class Answers:
                 scores[SUITES[suite], size, task] = by_prompt(asked)
         for row in rows:
             if row["kind"] == "counters" and row["arm"] != "compare":
-                self.counts.setdefault(_named(row["arm"], arm), []).append(row)
+                counts = self.counts.setdefault(_named(row["arm"], arm), {})
+                counts.setdefault((SUITES[suite], row["length"]), []).append(row)
 
     def lines(self) -> list[dict[str, Any]]:
         """A line for each task and length that dense attention does, and one for the mean of each suite and length.
@@ -82,6 +83,7 @@ class Answers:
                 # A mean over other tasks than the next arm's would mislead.
                 if all(isinstance(value, float) for value in values):
                     mean[name] = fmean(value for value in values if isinstance(value, float))
+            mean |= {f"read:{arm}": self.read(arm, [(suite, size)]) for arm in self.counts}
             found += [*lines, mean]
         return found
 
@@ -99,9 +101,9 @@ class Answers:
             line |= {f"verdict:{arm}": judged["verdict"], f"n:{arm}": len(both)}
         return line
 
-    def read(self, arm: str) -> float | None:
-        """The share of the pages that an arm's decode attended to."""
-        return reading(self.counts.get(arm, []))["density"]
+    def read(self, arm: str, places: Iterable[tuple[str, int]]) -> float | None:
+        """The share of the pages that an arm's decode attended to in suites at lengths."""
+        return reading([row for place in places for row in self.counts.get(arm, {}).get(place, [])])["density"]
 
 
 def _named(told: str, arm: str) -> str:
@@ -136,30 +138,22 @@ def quality_tables(folder: Path) -> list[str]:
 
 
 def quality_table(answers: Answers) -> str:
-    """A line for each task and length; a difference that is certain is bold."""
+    """A line for each task and length; a difference that is certain is bold, and one of fewer questions says so."""
 
     def difference(row: Row, arm: str) -> str:
-        diff, judged = row.get(f"diff:{arm}"), row.get(f"verdict:{arm}")
+        diff, judged, read = (row.get(f"{name}:{arm}") for name in ("diff", "verdict", "read"))
         if diff is None:
             return ""
         shown = f"{100 * diff:+.1f}"
-        return f"**{shown}**" if judged in ("worse", "better") else shown
-
-    lines = answers.lines()
-
-    def title(arm: str) -> str:
-        read = answers.read(arm)
-        said = [] if read is None else [f"{read:.0%} read"]
-        asked = [(line[f"n:{arm}"], line["n"]) for line in lines if f"n:{arm}" in line]
-        if any(mine < dense for mine, dense in asked):
-            said.append(f"n {min(mine for mine, _ in asked)}")
-        return f"{arm} ({', '.join(said)})" if said else arm
+        shown = f"**{shown}**" if judged in ("worse", "better") else shown
+        fewer = f" (n {row[f'n:{arm}']})" if row["n"] and row[f"n:{arm}"] < row["n"] else ""
+        return shown + fewer + (f", {read:.0%} read" if read is not None else "")
 
     columns: list[Column] = [("suite", text("suite")), ("length", length), ("task", text("task")), ("n", text("n"))]
     columns += [(DENSE, lambda row: f"{100 * row[DENSE]:.1f}")]
     arms = sorted((arm for arm in answers.scores if arm != DENSE), key=lambda arm: (arm in CONTROLS, arm))
-    columns += [(title(arm), partial(difference, arm=arm)) for arm in arms]
-    return table(lines, columns)
+    columns += [(arm, partial(difference, arm=arm)) for arm in arms]
+    return table(answers.lines(), columns)
 
 
 def perplexities(path: Path) -> str:
@@ -183,7 +177,7 @@ def plot(answers: Answers, stem: Path) -> None:
         mine = sorted(point for arm, point in points.items() if SHARE.sub("", arm) == way)
         axes.plot(*zip(*((100 * read, 100 * kept) for read, kept in mine), strict=True), marker="o", label=way)
     axes.axhline(100, color="grey", linewidth=0.8)
-    axes.set(xlabel="pages read in decode, %", ylabel="score kept, % of dense")
+    axes.set(xlabel="pages read in decode, %", ylabel="score kept in RULER, % of dense")
     axes.legend()
     save(figure, stem)
 
@@ -195,11 +189,12 @@ def kept_over_read(answers: Answers) -> dict[str, tuple[float, float]]:
     """
     means = [line for line in answers.lines() if line["task"] == MEAN and line["suite"] == SUITES["ruler"]]
     # Random pages keep so little that all others would be one point.
-    arms = [arm for arm in answers.scores if arm not in (DENSE, "random_pages") and answers.read(arm) is not None]
+    arms = [arm for arm in answers.counts if arm != "random_pages" and any(arm in line for line in means)]
     shared = [line for line in means if all(arm in line for arm in arms)] or means
     points = {}
     for arm in arms:
-        ratios = [line[arm] / line[f"dense:{arm}"] for line in shared if arm in line]
-        if ratios:
-            points[arm] = answers.read(arm), fmean(ratios)
+        mine = [line for line in shared if arm in line]
+        read = answers.read(arm, [(line["suite"], line["length"]) for line in mine])
+        if mine and read is not None:
+            points[arm] = read, fmean(line[arm] / line[f"dense:{arm}"] for line in mine)
     return points
