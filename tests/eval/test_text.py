@@ -28,9 +28,7 @@ def test_words_of_training_and_evaluation_are_disjoint() -> None:
 def test_forms_render() -> None:
     assert FORMS["passkey"].record(value="12345") == "The pass key is 12345. Remember it. 12345 is the pass key."
     assert FORMS["json"].record("17", value="12345") == '"17": "12345",'
-    assert (
-        FORMS["needle_ruler"].question("k").endswith("number for k mentioned in the provided text is")
-    )
+    assert FORMS["needle_ruler"].question("k").endswith("number for k mentioned in the provided text is")
 
 
 def test_hide_places_records_by_depth() -> None:
