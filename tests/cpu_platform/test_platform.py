@@ -12,7 +12,7 @@ import pytest
 import sglang_cpu_platform
 import torch
 from checkpoints import random_mla, random_qwen3
-from forked_server import Forked, ForkedServer
+from forked_server import Forked
 
 from launch.server import ServerProcess
 
@@ -56,7 +56,7 @@ def server(mla: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     flags = ["--page-size=16", "--chunked-prefill-size=128", "--max-total-tokens=768", "--schedule-conservativeness=0"]
     flags.append("--constrained-json-disable-any-whitespace")
     log = tmp_path_factory.mktemp("server") / "log"
-    with ForkedServer(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
+    with ServerProcess(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
         yield server
         server.flush_cache()
         assert "Traceback" not in server.log(), server.log_tail()

@@ -3,7 +3,7 @@
 A server is three processes, and each imports torch, transformers, SGLang and its models: nearly all the CPU time that a
 start takes. What differs from ``python -m sglang.launch_server``: the scheduler and the detokenizer are forks of the
 main process, hooks included, plugins find SGLang's modules imported, and a server's first request is the test's. The
-demo and some tests of the command line start the plain way.
+demo, a server of the CPU platform and some tests of the command line start the plain way.
 """
 
 from __future__ import annotations
