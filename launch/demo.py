@@ -82,7 +82,7 @@ def read_book(length: int, seed: int) -> tuple[str, list[Question]]:
     (book,) = read_books(BOOKS).values()
     needles = [(random_key(rng), random_number(rng)) for _ in DEPTHS]
     records = [form.record(key, value=value) for key, value in needles]
-    questions = [Question(form.question(key), form.answer(key, value=value)) for key, value in needles]
+    questions = [Question(form.question(key), value) for key, value in needles]
     return hide(Haystack(book).draw(rng, length), records, list(DEPTHS)), questions
 
 
