@@ -85,9 +85,9 @@ def words(split: str) -> tuple[str, ...]:
     return tuple(w for w in WORDS_FILE.read_text().split() if (zlib.crc32(w.encode()) % 5 == 0) == wanted)
 
 
-def random_key(rng: random.Random, n_words: int = 2, split: str = "eval") -> str:
+def random_key(rng: random.Random, n_words: int = 2) -> str:
     """A key such as "lantern-hill"."""
-    return "-".join(rng.choice(words(split)) for _ in range(n_words))
+    return "-".join(rng.choice(words("eval")) for _ in range(n_words))
 
 
 def random_number(rng: random.Random, digits: int = 7) -> str:
