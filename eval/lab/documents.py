@@ -158,6 +158,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
     "quality-perplexity": lambda: quality.perplexities(_file(f"{QUALITY.lower()}-resa-ppl", RESULTS / "real")),
     "quality-drift": lambda: tables.drift(_file(f"{QUALITY.lower()}-resa-drift", RESULTS / "real")),
+    "quality-theta": lambda: quality.thetas(sorted((RESULTS / "real").glob("*-anchor.json"))),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eval.lab import quality
-from eval.lab.tables.quality import kept_over_read, plot, quality_tables, read_answers
+from eval.lab.tables.quality import kept_over_read, plot, quality_tables, read_answers, thetas
 from eval.live.record import Record
 from sglang_sparse import calibrate
 
@@ -113,3 +113,10 @@ def test_the_table_pairs_every_arm_with_the_first_ones_dense_answers(tmp_path: P
     assert (tmp_path / "chart.svg").stat().st_size > 1000
     (tmp_path / "m-anchor-niah-8k.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}) + "\n")
     assert quality_tables(tmp_path) == [table], "what is not finished is passed over"
+
+
+def test_what_a_theta_keeps_of_several_models(tmp_path: Path) -> None:
+    row = {"theta": 12.0, "length": 8192, "recall": 0.9234, "sparsity": 0.25}
+    file = tmp_path / "m-anchor.json"
+    file.write_text(json.dumps({"calibration": {"model": "hub/M", "same_theta_in_all_layers": [row]}}))
+    assert "| M | 8k | 12 | 0.923 | 25.0 % |" in thetas([file])

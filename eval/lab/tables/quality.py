@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from eval.scores import ppl_summary
 from eval.scores.pictures import save
 from eval.scores.stats import compare
 from eval.scores.summary import by_prompt, reading
-from eval.scores.tables import RECTIFICATION, Column, Row, length, table, text
+from eval.scores.tables import RECTIFICATION, Column, Row, length, number, percent, table, text
 
 DENSE = "dense"
 # Below, a checkpoint does not do a task, and a loss says nothing.
@@ -161,6 +162,17 @@ def perplexities(path: Path) -> str:
     rows = ppl_summary.summarise(read_rows(path))
     kept = [row for row in rows if row["setting"] == "dense" or row["ratio"] == RATIO or row["interval"] == INTERVAL]
     return table(kept, RECTIFICATION)
+
+
+def thetas(paths: Iterable[Path]) -> str:
+    """What AnchorAttention keeps with one theta in all layers, of files that ``sglang_sparse.calibrate`` wrote."""
+    rows = []
+    for path in paths:
+        found = json.loads(path.read_text())["calibration"]
+        rows += [{"model": Path(found["model"]).name, **row} for row in found["same_theta_in_all_layers"]]
+    columns: list[Column] = [("model", text("model")), ("length", length), ("theta", number("theta", 0))]
+    columns += [("recall", number("recall", 3)), ("keys left out", percent("sparsity"))]
+    return table(rows, columns)
 
 
 def plot(answers: Answers, stem: Path) -> None:
