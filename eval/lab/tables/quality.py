@@ -200,8 +200,9 @@ def kept_over_read(answers: Answers) -> dict[str, tuple[float, float]]:
     The lengths are those that all arms were asked; where there is none, those of each arm.
     """
     means = [line for line in answers.lines() if line["task"] == MEAN and line["suite"] == SUITES["ruler"]]
-    # Random pages keep so little that all others would be one point.
-    arms = [arm for arm in answers.counts if arm != "random_pages" and any(arm in line for line in means)]
+    # Random pages keep so little that all others would be one point; a sparse prefill's loss is not decode's.
+    arms = [arm for arm in answers.counts if arm != "random_pages" and "anchor" not in arm]
+    arms = [arm for arm in arms if any(arm in line for line in means)]
     shared = [line for line in means if all(arm in line for arm in arms)] or means
     points = {}
     for arm in arms:
