@@ -6,7 +6,10 @@ once resolution has begun.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 SOURCE = "sglang_sparse"
 
@@ -31,7 +34,7 @@ class Arguments:
             return resolution_result(self.record, name)
         return getattr(self.record, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         if hasattr(self.record, "_raw_input"):
@@ -39,14 +42,14 @@ class Arguments:
         else:
             setattr(self.record, name, value)
 
-    def get_model_config(self) -> Any:
-        """Return SGLang's ``ModelConfig``, which SGLang caches from now on."""
+    def get_model_config(self) -> ModelConfig:
+        """Return the model, which SGLang caches from now on."""
         from sglang.srt.arg_groups.model_override_base import model_config_of
 
         return model_config_of(self.record)
 
-    def new_model_config(self) -> Any:
-        """Return a ``ModelConfig`` that SGLang does not cache."""
+    def new_model_config(self) -> ModelConfig:
+        """Return a model that SGLang does not cache."""
         from sglang.srt.configs.model_config import ModelConfig
 
         return ModelConfig.from_server_args(self.record)
@@ -58,8 +61,8 @@ class Arguments:
         return attention_backends_of(self)
 
 
-def of(server_args: Any) -> Any:
+def of(server_args: object) -> Arguments:
     """Return a view of SGLang's arguments; test doubles are returned as they are."""
     if hasattr(type(server_args), "resolve_once"):
         return Arguments(server_args)
-    return server_args
+    return cast("Arguments", server_args)

@@ -17,7 +17,7 @@ class _Twice(ValueError):
     """A mapping has a name twice; Python would keep the last."""
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -45,7 +45,7 @@ _PARSERS = {
 }
 
 
-def read_config(value: str | dict[str, Any] | None, flag: str = "--sparse-config") -> dict[str, Any]:
+def read_config(value: str | dict[str, object] | None, flag: str = "--sparse-config") -> dict[str, object]:
     """Read the value of ``--sparse-config`` or ``--sparse-prefill-config``.
 
     Args:
@@ -78,7 +78,7 @@ def read_config(value: str | dict[str, Any] | None, flag: str = "--sparse-config
     return _parse(text, path.suffix, f"{flag} {value}")
 
 
-def _parse(text: str, suffix: str, origin: str) -> dict[str, Any]:
+def _parse(text: str, suffix: str, origin: str) -> dict[str, object]:
     parse, parse_error = _PARSERS[suffix]
     try:
         data = parse(text)

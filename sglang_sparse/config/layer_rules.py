@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.config import SHARED, SparseArgumentError, validated
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.base import DecodeMethod
     from sglang_sparse.methods.config import SparseConfig
     from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
+    from sglang_sparse.methods.prefill import PrefillMethod
 
 DENSE, METHOD, LAYERS = "dense", "method", "layers"
-Checkpoint = Callable[[], Mapping[str, Any]] | None
+M = TypeVar("M", "DecodeMethod", "PrefillMethod")
+Checkpoint = Callable[[], Mapping[str, object]] | None
 
 
-class Phase(NamedTuple):
+class Phase(NamedTuple, Generic[M]):
     """Decode or prefill: the flags, an example of a rule, and the available methods."""
 
     word: str
@@ -32,7 +34,7 @@ class Phase(NamedTuple):
     config: str
     example: str
     methods: Callable[[], dict[str, str]]
-    load: Callable[[str], type[Any]]
+    load: Callable[[str], type[M]]
 
     @property
     def form(self) -> str:
@@ -74,7 +76,7 @@ class _Rule:
 
     name: str
     method: type[Any]
-    fields: dict[str, Any]
+    fields: dict[str, object]
     origin: str
 
     def config(self, layers: str, checkpoint: Checkpoint) -> SparseConfig:
@@ -83,15 +85,15 @@ class _Rule:
 
 
 @dataclass(frozen=True)
-class RuleMethods:
+class RuleMethods(Generic[M]):
     """The methods of rules: their names, and the rules of each.
 
     ``given`` has the rules by their layers.
     """
 
-    given: Mapping[str, Any]
+    given: Mapping[str, object]
     names: Sequence[str]
-    methods: Sequence[Any]
+    methods: Sequence[M]
     specs: Sequence[Sequence[str]]
 
     @property
@@ -99,16 +101,18 @@ class RuleMethods:
         """The first rule of each method, for errors."""
         return [specs[0] for specs in self.specs]
 
-    def as_dict(self, methods: Sequence[Any], shared: Collection[str]) -> dict[str, Any]:
+    def as_dict(self, methods: Sequence[M], shared: Collection[str]) -> dict[str, object]:
         """Return the rules in full, without the fields next to them."""
-        found: dict[str, Any] = dict.fromkeys(self.given, DENSE)
+        found: dict[str, object] = dict.fromkeys(self.given, DENSE)
         for name, method, specs in zip(self.names, methods, self.specs, strict=True):
             own = method.config.model_dump(mode="json", exclude={*shared, LAYERS})
             found |= {spec: {METHOD: name, **own} for spec in specs}
         return found
 
 
-def methods_of_rules(phase: Phase, name: str, fields: Mapping[str, Any], checkpoint: Checkpoint) -> RuleMethods:
+def methods_of_rules(
+    phase: Phase[M], name: str, fields: Mapping[str, object], checkpoint: Checkpoint
+) -> RuleMethods[M]:
     """Read and validate rules, and merge those with the same method and config.
 
     Args:
@@ -123,7 +127,7 @@ def methods_of_rules(phase: Phase, name: str, fields: Mapping[str, Any], checkpo
     origin = f"{phase.config} of {name}: {LAYERS}"
     given = _read(phase, origin, fields[LAYERS])
     shared = {field: value for field, value in fields.items() if field != LAYERS}
-    rules = {spec: _rule(phase, name, spec, rule, shared) for spec, rule in given.items() if rule != DENSE}
+    rules = {spec: _rule(phase, name, spec, rule, shared) for spec, rule in given.items() if isinstance(rule, dict)}
     _require_all(rules, given)
     _require_had(f"{phase.config} of {name}", shared, list(rules.values()))
     if name not in {rule.name for rule in rules.values()}:
@@ -143,7 +147,7 @@ def methods_of_rules(phase: Phase, name: str, fields: Mapping[str, Any], checkpo
     return RuleMethods(given, [rule_name for rule_name, _ in groups], methods, list(groups.values()))
 
 
-def require_range(rules: Mapping[str, Any], num_layers: int) -> None:
+def require_range(rules: Mapping[str, object], num_layers: int) -> None:
     """Refuse rules, dense ones too, for layers that a model does not have.
 
     Args:
@@ -160,7 +164,8 @@ def require_range(rules: Mapping[str, Any], num_layers: int) -> None:
             raise ValueError(f'{LAYERS}: rule "{spec}": {error}') from None
 
 
-def _read(phase: Phase, origin: str, given: Mapping[Any, Any]) -> dict[str, Any]:
+def _read(phase: Phase[M], origin: str, given: object) -> dict[str, object]:
+    assert isinstance(given, dict)
     # YAML reads a single layer as a number.
     rules = {str(spec): rule for spec, rule in given.items()}
     if len(rules) < len(given) or not rules:
@@ -183,7 +188,7 @@ def _read(phase: Phase, origin: str, given: Mapping[Any, Any]) -> dict[str, Any]
     return rules
 
 
-def _rule(phase: Phase, name: str, spec: str, given: Mapping[str, Any], shared: Mapping[str, Any]) -> _Rule:
+def _rule(phase: Phase[M], name: str, spec: str, given: Mapping[str, object], shared: Mapping[str, object]) -> _Rule:
     fields = {field: value for field, value in given.items() if field != METHOD}
     origin = f'{phase.config} of {name}: {LAYERS}: rule "{spec}"'
     asked = given.get(METHOD, name)
@@ -200,7 +205,7 @@ def _rule(phase: Phase, name: str, spec: str, given: Mapping[str, Any], shared: 
     return _Rule(asked, method, {field: shared[field] for field in shared if field in known} | fields, origin)
 
 
-def _require_had(origin: str, shared: Mapping[str, Any], rules: Sequence[_Rule]) -> None:
+def _require_had(origin: str, shared: Mapping[str, object], rules: Sequence[_Rule]) -> None:
     known = dict.fromkeys(field for rule in rules for field in rule.method.config_class.model_fields)
     for field in shared:
         if field not in known:
@@ -210,7 +215,7 @@ def _require_had(origin: str, shared: Mapping[str, Any], rules: Sequence[_Rule])
             )
 
 
-def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, Any]) -> None:
+def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, object]) -> None:
     """Refuse rules for some layers if the model itself chooses tokens in all layers."""
     for rule in rules.values():
         if getattr(rule.method, "selects_in_model", False) and list(given) != ["all"]:
@@ -225,8 +230,8 @@ KINDS = {"MHA": "MHA and GQA", "MLA": "MLA", "DSA": "DSA"}
 
 
 def build_rules(
-    name: str, fields: Mapping[str, Any], checkpoint: Checkpoint = None
-) -> tuple[DecodeGroups, dict[str, Any]]:
+    name: str, fields: Mapping[str, object], checkpoint: Checkpoint = None
+) -> tuple[DecodeGroups, dict[str, object]]:
     """Build the decode methods of a config whose ``layers`` is a mapping.
 
     Args:
@@ -251,8 +256,8 @@ def build_rules(
 
 
 def build_prefill_rules(
-    name: str, fields: Mapping[str, Any], checkpoint: Checkpoint = None
-) -> tuple[PrefillGroups, dict[str, Any]]:
+    name: str, fields: Mapping[str, object], checkpoint: Checkpoint = None
+) -> tuple[PrefillGroups, dict[str, object]]:
     """Build the prefill methods of a config whose ``layers`` is a mapping; see ``build_rules``.
 
     Fields that all layers share are set once, next to the rules. Without a ``dense_tail``, it is the longest default of
@@ -266,7 +271,7 @@ def build_prefill_rules(
     shared = _shared_fields(f"--sparse-prefill-config of {name}: {LAYERS}", found, fields_of_all)
     # Rules that differ in nothing else are of one method.
     own = {
-        spec: rule if rule == DENSE else {field: rule[field] for field in rule if field not in shared}
+        spec: {field: rule[field] for field in rule if field not in shared} if isinstance(rule, dict) else rule
         for spec, rule in found.given.items()
     }
     found = methods_of_rules(PREFILL_PHASE, name, {**fields, **shared, LAYERS: own}, checkpoint)
@@ -276,7 +281,7 @@ def build_prefill_rules(
         raise SparseArgumentError(f"--sparse-prefill-config of {name}: {LAYERS}: {error}") from error
 
 
-def _shared_fields(origin: str, found: RuleMethods, fields: Sequence[str]) -> dict[str, Any]:
+def _shared_fields(origin: str, found: RuleMethods[M], fields: Sequence[str]) -> dict[str, object]:
     """What the configs say of these fields, of which each is one for all; refuses what differs."""
     configs, shared = [method.config for method in found.methods], {}
     for field in fields:
@@ -291,7 +296,7 @@ def _shared_fields(origin: str, found: RuleMethods, fields: Sequence[str]) -> di
     return shared
 
 
-def _check_compatible(origin: str, found: RuleMethods) -> list[DecodeMethod]:
+def _check_compatible(origin: str, found: RuleMethods[DecodeMethod]) -> list[DecodeMethod]:
     """Refuse what cannot stand in one model, and leave prefill to the method that is named for it."""
     names, methods, specs = found.names, found.methods, found.first_specs
     for place, (name, method, spec) in enumerate(zip(names, methods, specs, strict=True)):

@@ -44,7 +44,7 @@ class RequestOptions:
     namespace: str = ""
 
 
-def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> RequestOptions:
+def parse_options(settings: Settings, params: Mapping[str, object] | None) -> RequestOptions:
     """Read a request's ``custom_params``; unknown keys are left to custom logit processors.
 
     Args:
@@ -100,7 +100,7 @@ def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
     return {DECODE: settings.decode.configs, PREFILL: settings.prefill.configs if settings.prefill else ()}
 
 
-def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _by_phase(settings: Settings, params: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """Return the params of each phase: a field of both phases may map each phase to a value."""
     found = {phase: dict(params) for phase in (DECODE, PREFILL)}
     for name, value in params.items():
@@ -121,7 +121,7 @@ def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[s
     return found
 
 
-def _asks_sparse(settings: Settings, params: Mapping[str, Any]) -> bool:
+def _asks_sparse(settings: Settings, params: Mapping[str, object]) -> bool:
     sparse = params.get(SPARSE, True)
     if not isinstance(sparse, bool):
         raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
@@ -134,7 +134,7 @@ Overrides = tuple[tuple[str, type, Any], ...]
 C = TypeVar("C", bound=SparseConfig)
 
 
-def _overrides(params: Mapping[str, Any], names: Sequence[str]) -> Overrides:
+def _overrides(params: Mapping[str, object], names: Sequence[str]) -> Overrides:
     # The types are part of the cache key: True equals 1, but only 1 is an interval.
     return tuple((name, type(params[name]), params[name]) for name in names if name in params)
 

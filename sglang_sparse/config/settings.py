@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.layer_rules import build_prefill_rules, build_rules
@@ -44,8 +44,8 @@ class Settings:
     decode: DecodeGroups
     prefill_name: str | None = None
     prefill: PrefillGroups | None = None
-    rules: Mapping[str, Any] | None = None
-    prefill_rules: Mapping[str, Any] | None = None
+    rules: Mapping[str, object] | None = None
+    prefill_rules: Mapping[str, object] | None = None
 
     @property
     def flag(self) -> str:
@@ -78,12 +78,12 @@ class Settings:
         return self.decode.methods[0]
 
     @property
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, object]:
         """The decode method's configuration in full, in the form of ``--sparse-config``."""
         return _resolved(self.config, self.rules)
 
     @property
-    def prefill_resolved(self) -> dict[str, Any]:
+    def prefill_resolved(self) -> dict[str, object]:
         """The same of the prefill method, in the form of ``--sparse-prefill-config``; empty without one."""
         return _resolved(self.prefill.config, self.prefill_rules) if self.prefill else {}
 
@@ -99,16 +99,16 @@ class Settings:
         return config if isinstance(config, RectifyConfig) else None
 
 
-def _resolved(config: SparseConfig, rules: Mapping[str, Any] | None) -> dict[str, Any]:
-    return config.model_dump(mode="json") | ({"layers": dict(rules)} if rules else {})
+def _resolved(config: SparseConfig, rules: Mapping[str, object] | None) -> dict[str, object]:
+    return {**config.model_dump(mode="json"), **({"layers": dict(rules)} if rules else {})}
 
 
 def build(
     name: str | None,
-    fields: dict[str, Any],
+    fields: dict[str, object],
     prefill_name: str | None = None,
-    prefill_fields: dict[str, Any] | None = None,
-    checkpoint: Callable[[], Mapping[str, Any]] | None = None,
+    prefill_fields: dict[str, object] | None = None,
+    checkpoint: Callable[[], Mapping[str, object]] | None = None,
 ) -> Settings:
     """Validate the methods' configs.
 
@@ -154,14 +154,14 @@ def build(
     return Settings(name, decode, prefill_name, prefill, rules, prefill_rules)
 
 
-def _as_ours(origin: str, name: str | None, fields: dict[str, Any]) -> dict[str, Any]:
+def _as_ours(origin: str, name: str | None, fields: dict[str, object]) -> dict[str, object]:
     try:
         return as_ours(name, fields) if name else fields
     except ValueError as error:
         raise SparseArgumentError(f"{origin}: {error}") from error
 
 
-def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: PrefillGroups) -> None:
+def _require_own(origin: str, fields: Mapping[str, object], decode: SparseConfig, prefill: PrefillGroups) -> None:
     """Refuse a config that does not repeat what the decode method's says of prefill: nothing is taken over."""
     for field in decode.phase_fields:
         said = getattr(decode, field).get("prefill")
@@ -174,29 +174,29 @@ def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, p
             )
 
 
-def prefill_chunk(server_args: Any) -> int | None:
+def prefill_chunk(server_args: object) -> int | None:
     """Return the largest chunk of prefill in tokens; None if prompts are not cut."""
     chunk = arguments.of(server_args).chunked_prefill_size or -1
     return chunk if chunk > 0 else None
 
 
-def settings_of(server_args: Any) -> Settings | None:
+def settings_of(server_args: object) -> Settings | None:
     """Return the settings of a server, or None without a sparse method.
 
     The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees the validated fields
     even if a config file has changed.
     """
-    record, settings = _LAST
+    record, settings = _LAST[0]
     if server_args is not record:
         settings = _read(arguments.of(server_args))
         if getattr(server_args, "_resolution_finished", False):
             # Resolved arguments never change, and are read several times a step.
-            _LAST[:] = server_args, settings
+            _LAST[0] = server_args, settings
     return settings
 
 
 # The last record that was read after its resolution, and its settings.
-_LAST: list[Any] = [None, None]
+_LAST: list[tuple[object, Settings | None]] = [(None, None)]
 
 
 def _read(server_args: Arguments) -> Settings | None:
@@ -210,7 +210,7 @@ def _read(server_args: Arguments) -> Settings | None:
     )
 
 
-def page_size_fields(server_args: Arguments) -> dict[str, Any]:
+def page_size_fields(server_args: Arguments) -> dict[str, object]:
     """Return the config of dense decode: the server's page size. Unsupported sizes are refused elsewhere."""
     return {"page_size": server_args.page_size} if server_args.page_size in PAGE_SIZES else {}
 

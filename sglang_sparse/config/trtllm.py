@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 }
 
 
-def as_ours(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def as_ours(name: str, fields: Mapping[str, object]) -> dict[str, object]:
     """Translate fields of TensorRT-LLM into those of a method's config.
 
     Fields with the same meaning are read as they are. With an ``algorithm`` all fields are TensorRT-LLM's:
@@ -92,7 +91,7 @@ def as_ours(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     asked = fields.get(ALGORITHM)
     if asked is not None and str(asked).lower() != theirs:
         raise ValueError(f"{ALGORITHM}: got {asked!r}, allowed with {name}: {theirs!r}")
-    ours: dict[str, Any] = {}
+    ours: dict[str, object] = {}
     for given, value in fields.items():
         if given == ALGORITHM or (asked is not None and value is None):
             continue
@@ -103,12 +102,13 @@ def as_ours(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         mine = algorithm.renamed.get(given, given) if asked is not None else given
         if mine in ours:
             raise ValueError(f"{mine}: got it by TensorRT-LLM's name, too; allowed: one of the two")
-        whole = given in algorithm.whole and isinstance(value, float) and value % 1 == 0
-        ours[mine] = int(value) if whole else value
+        if given in algorithm.whole and isinstance(value, float) and value % 1 == 0:
+            value = int(value)
+        ours[mine] = value
     return ours
 
 
-def _of_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_options(options: Mapping[str, object]) -> Mapping[str, object]:
     fields = options[SPARSE]
     if not isinstance(fields, dict) or not fields.get(ALGORITHM):
         raise ValueError(f"{SPARSE}: got {fields!r}, allowed: a table with an algorithm, {', '.join(ALGORITHMS)}")

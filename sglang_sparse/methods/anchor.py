@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import BeforeValidator, Field, field_validator
 
 from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.config import is_number
 from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
+from sglang_sparse.methods.support import Architecture
 from sglang_sparse_kernels.anchor_prefill import (
     AnchorPlan,
     GroupMeans,
@@ -39,11 +41,11 @@ from sglang_sparse_kernels.common.launch import to_device
 ALL_KEYS = 1e9
 
 
-def _theta_is_in_range(value: Any) -> Any:
-    thetas: list[Any] = value if isinstance(value, list) else [value]
+def _theta_is_in_range(value: object) -> object:
+    thetas: list[object] = value if isinstance(value, list) else [value]
     for layer, theta in enumerate(thetas):
         # NaN is in no range.
-        if type(theta) not in (int, float) or not 0 <= theta <= ALL_KEYS:
+        if not is_number(theta) or not 0 <= theta <= ALL_KEYS:
             found = f"; layer {layer} has {theta!r}" if thetas is value else ""
             raise ValueError(f"must be a number from 0 to {ALL_KEYS:.0e}, or a list of one for each layer{found}")
     return value
@@ -61,7 +63,7 @@ class AnchorConfig(PrefillConfig):
     )
     step: int = Field(16, ge=1, le=64, description="Query blocks that share one set of keys: a group.")
     block_size: int = Field(128, description="Queries that are pooled, and keys of the initial block: 16, 32, 64, 128.")
-    calibration: dict[str, Any] | None = Field(
+    calibration: dict[str, object] | None = Field(
         None, description="Origin of theta, as `sglang_sparse.calibrate` writes it; only reported."
     )
 
@@ -83,7 +85,7 @@ class _Plan:
 
     op: AnchorPlan
     theta: torch.Tensor
-    kept: dict[int, dict[int, Any]]
+    kept: dict[int, dict[int, GroupMeans]]
     continued: frozenset[int]
 
     def means(self, layer_id: int, query: torch.Tensor) -> dict[int, GroupMeans]:
@@ -113,7 +115,7 @@ class Anchor(PrefillMethod):
         """The first group has all its keys in the anchor region."""
         return max(super().dense_below, self.group_tokens)
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and thresholds for other layers."""
         if model_config.attention_arch.name == "MLA":
             return "anchor needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"

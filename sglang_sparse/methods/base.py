@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_sparse.methods.aux_buffers import AuxBuffers
-    from sglang_sparse.methods.support import FlagLimit
+    from sglang_sparse.methods.support import Architecture, FlagLimit, ModelConfig
     from sglang_sparse.methods.views import BatchView
 
 # What of a view grows with rows times context.
@@ -125,12 +125,8 @@ class DecodeMethod:
     def __init__(self, config: MethodConfig):
         self.config = config
 
-    def kind_of(self, model_config: Any) -> str:
-        """The kind of attention as which it serves a model.
-
-        Args:
-            model_config: SGLang's ``ModelConfig``.
-        """
+    def kind_of(self, model_config: Architecture) -> str:
+        """The kind of attention as which it serves a model."""
         return "MLA" if self.latents and model_config.attention_arch.name == "MLA" else self.attention
 
     @property
@@ -156,23 +152,15 @@ class DecodeMethod:
         """
         return parse_layers(self.config.layers, num_layers)
 
-    def refuse(self, model_config: object) -> str | None:
-        """Say why this method cannot serve a model, or None when it can.
-
-        Args:
-            model_config: SGLang's ``ModelConfig``.
-        """
+    def refuse(self, model_config: Architecture) -> str | None:
+        """Say why this method cannot serve a model, or None when it can."""
         return None
 
-    def refuse_weights(self, model_config: object) -> str | None:
-        """Say why this config is not for a model's weights, or None; asked only if these are available.
-
-        Args:
-            model_config: SGLang's ``ModelConfig``.
-        """
+    def refuse_weights(self, model_config: ModelConfig) -> str | None:
+        """Say why this config is not for a model's weights, or None; asked only if these are available."""
         return None
 
-    def adopt(self, model_config: object) -> None:
+    def adopt(self, model_config: ModelConfig) -> None:
         """Take from the model what the config does not say; called when a scheduler starts, perhaps twice.
 
         A request's own copy of the method is not told: a method that needs this has no ``request_fields``.
@@ -194,7 +182,7 @@ class DecodeMethod:
         """What to tell the user at start."""
         return ()
 
-    def prefill_fields(self) -> dict[str, Any] | None:
+    def prefill_fields(self) -> dict[str, object] | None:
         """Return the config of the prefill method of the same name, which runs unless another one is asked for.
 
         None where prefill is dense then, as for methods of decode alone.

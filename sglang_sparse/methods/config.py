@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeGuard, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,9 +19,17 @@ from pydantic import (
 
 from sglang_sparse.methods.layers import LAYERS_FORM, parse_layers
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # The value of "auto" without a measurement of the GPU and the shape, see ``attention/crossover.py``.
 DEFAULT_CROSSOVER = 16384
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is an int or a float, and no bool."""
+    return type(value) in (int, float)
 
 
 def _crossover_is_a_count(value: object) -> object:
@@ -57,7 +65,7 @@ class SparseConfig(BaseModel):
     )
 
     @classmethod
-    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def from_checkpoint(cls, fields: dict[str, object], read: Callable[[], Mapping[str, object]]) -> dict[str, object]:
         """Return a user's fields with what the model's config.json says instead of those that ask for it.
 
         Args:
@@ -160,8 +168,8 @@ class SparseArgumentError(ValueError):
 def validated(
     origin: str,
     config_class: type[C],
-    fields: dict[str, Any],
-    checkpoint: Callable[[], Mapping[str, Any]] | None,
+    fields: dict[str, object],
+    checkpoint: Callable[[], Mapping[str, object]] | None,
 ) -> C:
     """Validate a config.
 
@@ -182,7 +190,7 @@ def validated(
         raise SparseArgumentError(f"{origin}: {error}") from error
 
 
-def explain_value(detail: Mapping[str, Any]) -> str:
+def explain_value(detail: ErrorDetails) -> str:
     """Say of one of pydantic's errors which field it is about, what was got and what is allowed."""
     field = detail["loc"][0] if detail["loc"] else "config"
     return f"{field}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"

@@ -10,7 +10,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
+
+from sglang_sparse.methods.support import Architecture, ModelConfig
 
 # Fields of a config.json that do not change what attention computes: provenance, training, special tokens, and the
 # element type, which is the server's to choose. ``dtype`` and ``torch_dtype`` are one field under two names.
@@ -82,6 +84,12 @@ def tensors(model_path: str, revision: str | None = None) -> dict[str, tuple[str
     return found
 
 
+class _Tensor(TypedDict):
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
 def _folder(model_path: str, revision: str | None) -> Path:
     folder = Path(model_path)
     if folder.is_dir():
@@ -96,14 +104,14 @@ def _folder(model_path: str, revision: str | None) -> Path:
         raise ValueError(f"{model_path}: neither a folder nor a model that can be had ({reason})") from error
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
 
 
-def _without_harmless(config: Any) -> Any:
+def _without_harmless(config: object) -> object:
     if not isinstance(config, dict):
         return config
     return {name: _without_harmless(value) for name, value in config.items() if name not in HARMLESS}
@@ -148,7 +156,7 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
 
 
-def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+def _header(file: BinaryIO, size: int) -> tuple[dict[str, _Tensor], int]:
     """The tensors of a safetensors file by name, and where their bytes begin: 8 bytes of length, JSON, the bytes."""
     length = int.from_bytes(file.read(8), "little")
     start = 8 + length
@@ -174,7 +182,7 @@ def _contents(file: BinaryIO, first: int, size: int) -> str:
     return digest.hexdigest()
 
 
-def overridden(model_config: Any) -> str | None:
+def overridden(model_config: Architecture) -> str | None:
     """Say that a server's model is no checkpoint as it is, or None: a calibration is of one."""
     overrides = getattr(model_config, "model_override_args", None)
     if not overrides:
@@ -185,14 +193,13 @@ def overridden(model_config: Any) -> str | None:
     )
 
 
-def misfit(method: str, expected: str, measured_on: str, model_config: Any) -> str | None:
+def misfit(method: str, expected: str, measured_on: str, model_config: ModelConfig) -> str | None:
     """Say why a calibration is not one of a server's model, or None when it is.
 
     Args:
         method: for which it was made.
         expected: the fingerprint that it has.
         measured_on: folder or name of its checkpoint.
-        model_config: SGLang's ``ModelConfig``.
     """
     if reason := overridden(model_config):
         return reason

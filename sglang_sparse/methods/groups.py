@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.methods.config import DEFAULT_CROSSOVER, MethodConfig, RectifyConfig, SparseConfig
 from sglang_sparse.methods.prefill import PrefillConfig, PrefillMethod
+from sglang_sparse.methods.support import Architecture, ModelConfig
 
 M = TypeVar("M", DecodeMethod, PrefillMethod)
 
@@ -34,33 +35,29 @@ class LayerGroups(Generic[M]):
         self.config = methods[0].config
         if len(methods) > 1:
             fields = {field: getattr(self.config, field) for field in self.shared.model_fields}
-            fields["layers"] = ",".join(str(config.layers) for config in self.configs)
+            fields["layers"] = ",".join(str(method.config.layers) for method in methods)
             self.config = self.shared.model_validate(fields)
         self.more_counts = tuple(dict.fromkeys(name for method in methods for name in method.more_counts))
-
-    @property
-    def configs(self) -> tuple[Any, ...]:
-        """The configurations that a request's fields may change, one for each method."""
-        return tuple(method.config for method in self.methods)
 
     @property
     def described(self) -> str:
         """The method's name, or where each of several has its layers."""
         if len(self.methods) == 1:
             return self.names[0]
-        return ", ".join(f"{name} in layers {own.layers}" for name, own in zip(self.names, self.configs, strict=True))
+        pairs = zip(self.names, self.methods, strict=True)
+        return ", ".join(f"{name} in layers {method.config.layers}" for name, method in pairs)
 
-    def with_configs(self, configs: Sequence[SparseConfig]) -> Any:
+    def with_configs(self, configs: Sequence[SparseConfig]) -> Self:
         """Return the same methods with other configs, one for each; a method whose config is the same stays."""
         pairs = zip(self.methods, configs, strict=True)
         methods = [one if config is one.config else type(one)(config) for one, config in pairs]  # type: ignore[arg-type]
         return type(self)(self.names, methods)  # type: ignore[arg-type]
 
-    def refuse(self, model_config: Any) -> str | None:
-        """Say why a method cannot serve a model, SGLang's ``ModelConfig``; None where all can."""
+    def refuse(self, model_config: Architecture) -> str | None:
+        """Say why a method cannot serve a model; None where all can."""
         return next((reason for method in self.methods if (reason := method.refuse(model_config))), None)
 
-    def refuse_weights(self, model_config: Any) -> str | None:
+    def refuse_weights(self, model_config: ModelConfig) -> str | None:
         """Say why a config is not for a model's weights, or None; asked only if these are available."""
         return next((reason for method in self.methods if (reason := method.refuse_weights(model_config))), None)
 
@@ -90,6 +87,11 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
         self.crossover_tokens = DEFAULT_CROSSOVER if asked == "auto" else asked
 
     @property
+    def configs(self) -> tuple[MethodConfig, ...]:
+        """The configurations that a request's fields may change, one for each method."""
+        return tuple(method.config for method in self.methods)
+
+    @property
     def attention(self) -> str:
         """The kind of attention that all serve: that of a method which serves no other, if there is one."""
         return next((method for method in self.methods if not method.latents), self.methods[0]).attention
@@ -110,7 +112,7 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
             for spec in method.aux_specs(model)
         )
 
-    def prefill_fields(self) -> dict[str, Any] | None:
+    def prefill_fields(self) -> dict[str, object] | None:
         """See ``DecodeMethod.prefill_fields``; with rules of several methods prefill has a separate flag."""
         return self.methods[0].prefill_fields() if len(self.methods) == 1 else None
 
@@ -154,6 +156,11 @@ class PrefillGroups(LayerGroups[PrefillMethod]):
                 _require_begin(name, method, begin)
         self.dense_below = self.methods[0].dense_below
 
+    @property
+    def configs(self) -> tuple[PrefillConfig, ...]:
+        """The configurations that a request's fields may change, one for each method."""
+        return tuple(method.config for method in self.methods)
+
     def boundary(self, position: int) -> int:
         """Return the last position, up to ``position``, that is one of ``PrefillMethod.boundary`` for all methods."""
         found = min(method.boundary(position) for method in self.methods)
@@ -163,7 +170,7 @@ class PrefillGroups(LayerGroups[PrefillMethod]):
         """See ``PrefillMethod.dense_from``."""
         return self.methods[0].dense_from(prompt)
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Say what a method refuses, or that no prompt of the model has a group of all."""
         context = getattr(model_config, "context_len", None)
         if len(self.methods) > 1 and context and self.group_tokens > context:

@@ -15,6 +15,9 @@ from sglang_sparse.methods.config import Crossover, SparseConfig
 if TYPE_CHECKING:
     import torch
 
+    from sglang_sparse.methods.support import Architecture, ModelConfig
+
+
 # What "auto" means. On an H200 prompts of 32k are faster sparse, and those up to here were measured dense alone.
 DEFAULT_DENSE_BELOW = 8192
 
@@ -183,20 +186,12 @@ class PrefillMethod(ABC):
         """
         return max(0, prompt - self.config.dense_tail)
 
-    def refuse(self, model_config: Any) -> str | None:
-        """Say why this method cannot serve a model, or None when it can.
-
-        Args:
-            model_config: SGLang's ``ModelConfig``.
-        """
+    def refuse(self, model_config: Architecture) -> str | None:
+        """Say why this method cannot serve a model, or None when it can."""
         return None
 
-    def refuse_weights(self, model_config: Any) -> str | None:
-        """Say why this config is not for a model's weights, or None; asked only if these are available.
-
-        Args:
-            model_config: SGLang's ``ModelConfig``.
-        """
+    def refuse_weights(self, model_config: ModelConfig) -> str | None:
+        """Say why this config is not for a model's weights, or None; asked only if these are available."""
         return None
 
     def refuse_page_size(self, page_size: int) -> str | None:

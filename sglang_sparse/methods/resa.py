@@ -13,10 +13,10 @@ and nothing else would ensure that the words before it are attended to. Answers 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, SparseIndices
 from sglang_sparse.methods.config import RectifyConfig
@@ -29,6 +29,7 @@ from sglang_sparse_kernels.page_topk import page_topk
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.aux_buffers import AuxBuffers
+    from sglang_sparse.methods.support import Architecture
     from sglang_sparse.methods.views import BatchView
 
 SUMMARY = "page_summary"
@@ -77,14 +78,14 @@ class ResaConfig(RectifyConfig):
 
     @field_validator("local_pages")
     @classmethod
-    def _local_fits(cls, value: int, info: Any) -> int:
+    def _local_fits(cls, value: int, info: ValidationInfo) -> int:
         if value > info.data.get("min_pages", value):
             raise ValueError(f"must be at most min_pages ({info.data['min_pages']})")
         return value
 
     @field_validator("centroids")
     @classmethod
-    def _centroids_are_kept(cls, value: int | None, info: Any) -> int | None:
+    def _centroids_are_kept(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and (summary := info.data.get("summary", "centroids")) != "centroids":
             raise ValueError(f'needs summary "centroids", got {summary!r}')
         if value is not None and value > (size := info.data.get("page_size", value)):
@@ -93,7 +94,7 @@ class ResaConfig(RectifyConfig):
 
     @field_validator("summary_dtype")
     @classmethod
-    def _dtype_is_of_bounds(cls, value: str, info: Any) -> str:
+    def _dtype_is_of_bounds(cls, value: str, info: ValidationInfo) -> str:
         if value != "auto" and info.data.get("summary") == "centroids":
             raise ValueError(f'needs summary "minmax", got {value!r} with "centroids", which are kept in four bits')
         return value
@@ -106,7 +107,7 @@ class Resa(DecodeMethod):
     config: ResaConfig
     combines = True
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and heads too small for records."""
         if model_config.attention_arch.name == "MLA":
             return "resa needs an MHA or GQA model; this one uses MLA (multi-head latent attention), which robsa serves"

@@ -18,15 +18,15 @@ Differences from the source:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.roles import Prompts, PromptSelector
-from sglang_sparse.methods.support import refuse_sizes
+from sglang_sparse.methods.support import Architecture, refuse_sizes
 from sglang_sparse.methods.views import attention_bytes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
@@ -82,7 +82,7 @@ class RocketkvConfig(RectifyConfig):
 
     @field_validator("prompt_budget")
     @classmethod
-    def _budget_holds_the_window_and_a_block(cls, value: int, info: Any) -> int:
+    def _budget_holds_the_window_and_a_block(cls, value: int, info: ValidationInfo) -> int:
         if value < (least := info.data.get("window_size", 0) + info.data.get("kt_page_size", 0)):
             raise ValueError(f"must be at least window_size + kt_page_size ({least})")
         return value
@@ -96,7 +96,7 @@ class RocketkvConfig(RectifyConfig):
 
     @field_validator("eviction")
     @classmethod
-    def _compact_leaves_nothing_to_rectify(cls, value: str, info: Any) -> str:
+    def _compact_leaves_nothing_to_rectify(cls, value: str, info: ValidationInfo) -> str:
         if value == "compact" and (interval := info.data.get("rectify_interval")):
             raise ValueError(
                 f'must be "visibility" with rectify_interval {interval}; allowed with "compact": 0 (never), as dense '
@@ -106,7 +106,7 @@ class RocketkvConfig(RectifyConfig):
 
     @field_validator("kt_page_size")
     @classmethod
-    def _blocks_divide_pages(cls, value: int, info: Any) -> int:
+    def _blocks_divide_pages(cls, value: int, info: ValidationInfo) -> int:
         if value > info.data.get("page_size", value):
             raise ValueError(f"must divide page_size ({info.data['page_size']})")
         return value
@@ -157,7 +157,7 @@ class Rocketkv(PromptSelector):
         first_visible = (prompt - self.window_tokens) // self.block_size
         return min(self.max_kept, first_visible), first_visible
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Refuse MLA models, head dimensions that kernels or ``topr`` do not fit, and dense layers with "compact"."""
         if model_config.attention_arch.name == "MLA":
             return "rocketkv needs an MHA or GQA model; this one uses MLA (multi-head latent attention): see robsa"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, Protocol
 
 _SIZES = {
     "hidden_size": 4096,
@@ -31,7 +32,7 @@ _LATENT = {
     "scoring_func": "sigmoid",
 }
 # One config.json a kind of attention that some method may serve; the other kinds are in ``hooks/limits.py``.
-KINDS: Mapping[str, Mapping[str, Any]] = {
+KINDS: Mapping[str, Mapping[str, object]] = {
     "MHA/GQA": {
         **_SIZES,
         "architectures": ["Qwen3ForCausalLM"],
@@ -49,6 +50,28 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "index_topk": 2048,
     },
 }
+
+
+class Architecture(Protocol):
+    """A model, as far as its config.json says it: SGLang's ``ModelConfig`` without a server."""
+
+    context_len: int
+    head_dim: Any
+    hf_config: Any
+    hf_text_config: Any
+    num_hidden_layers: int
+
+    @property
+    def attention_arch(self) -> Enum:
+        """The kind of attention, MHA (which GQA is one of) or MLA."""
+        ...
+
+
+class ModelConfig(Architecture, Protocol):
+    """A server's model, with the place of its weights."""
+
+    model_path: str
+    revision: str | None
 
 
 @dataclass(frozen=True)

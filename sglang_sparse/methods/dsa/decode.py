@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -16,7 +16,7 @@ from sglang_sparse.methods.base import DecodeMethod, ModelShape
 from sglang_sparse.methods.config import Crossover, MethodConfig
 from sglang_sparse.methods.dsa import weights
 from sglang_sparse.methods.fingerprint import tensors
-from sglang_sparse.methods.support import FlagLimit, refuse_sizes
+from sglang_sparse.methods.support import Architecture, FlagLimit, ModelConfig, refuse_sizes
 from sglang_sparse_kernels import sparse_mla_decode
 from sglang_sparse_kernels.index_topk import choose
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
@@ -86,7 +86,7 @@ class DsaConfig(MethodConfig):
 
     @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")
     @classmethod
-    def _as_trained(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_trained(cls, value: object, info: ValidationInfo) -> object:
         # Validators of one field have its name.
         allowed = cls.model_fields[str(info.field_name)].default
         if value != allowed:
@@ -143,7 +143,7 @@ class Dsa(DecodeMethod):
         """One token."""
         return 1
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Refuse a model without an indexer, or with one that the kernels do not serve."""
         config = model_config.hf_text_config
         if getattr(config, "index_topk", None) is None or model_config.attention_arch.name != "MLA":
@@ -169,7 +169,7 @@ class Dsa(DecodeMethod):
         said = ", ".join(f"{name} {value}" for name, value in other.items())
         return f"its indexer has {said}, which is not served yet" if other else None
 
-    def refuse_weights(self, model_config: Any) -> str | None:
+    def refuse_weights(self, model_config: ModelConfig) -> str | None:
         """Refuse weights without an indexer in every layer, or with another one than the config's.
 
         Weights that are not available are not judged, and a warning says so.
@@ -189,7 +189,7 @@ class Dsa(DecodeMethod):
         layers = model_config.num_hidden_layers
         return weights.refuse(found, layers, config.index_n_heads, config.index_head_dim)
 
-    def adopt(self, model_config: Any) -> None:
+    def adopt(self, model_config: ModelConfig) -> None:
         """Take ``index_topk``."""
         self.index_topk = model_config.hf_text_config.index_topk
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
@@ -29,7 +29,7 @@ from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, Sparse
 from sglang_sparse.methods.config import PAGE_SIZES, RectifyConfig
 from sglang_sparse.methods.fingerprint import misfit, overridden
 from sglang_sparse.methods.robsa.calibration_file import PRESETS, Preset, RopeCalibration
-from sglang_sparse.methods.support import refuse_sizes
+from sglang_sparse.methods.support import Architecture, ModelConfig, refuse_sizes
 from sglang_sparse_kernels import sparse_mla_decode
 from sglang_sparse_kernels.block_mass import block_mass, scratch_bytes
 from sglang_sparse_kernels.block_topp import block_topp
@@ -178,7 +178,7 @@ class Robsa(DecodeMethod):
             )
         return tuple(self._calibration.notes)
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Refuse what is no MLA model, or has not the layers of the one that the calibration was made on."""
         if model_config.attention_arch.name != "MLA":
             others = "resa, rocketkv and skip_softmax serve MHA and GQA models"
@@ -186,13 +186,13 @@ class Robsa(DecodeMethod):
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}
         return refuse_sizes(model_config.hf_text_config, sizes) or self._refuse_calibration(model_config)
 
-    def refuse_weights(self, model_config: Any) -> str | None:
+    def refuse_weights(self, model_config: ModelConfig) -> str | None:
         """Refuse what the calibration was not made on; a preset names no weights."""
         found = self._calibration
         measured = isinstance(found, RopeCalibration)
         return misfit("robsa", found.fingerprint, found.model, model_config) if measured else None
 
-    def _refuse_calibration(self, model_config: Any) -> str | None:
+    def _refuse_calibration(self, model_config: Architecture) -> str | None:
         calibration, layers = self._calibration, model_config.num_hidden_layers
         if calibration is None:
             reason = None if self.config.allow_uncalibrated else _UNCALIBRATED

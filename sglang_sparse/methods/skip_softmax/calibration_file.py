@@ -14,15 +14,17 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sglang_sparse.methods.config import is_number
 from sglang_sparse.methods.fingerprint import misfit
 from sglang_sparse.methods.layers import parse_layers
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.config import SparseConfig
+    from sglang_sparse.methods.support import ModelConfig
 
 PHASES = ("prefill", "decode")
 TABLE = "sparse_attention_config"
@@ -37,21 +39,21 @@ FACTOR_RANGE = "a number from 0 to 1e30"
 CALIBRATE = "python -m sglang_sparse.calibrate --method skip_softmax"
 
 
-def is_factor(value: Any) -> bool:
+def is_factor(value: object) -> TypeGuard[float]:
     """Whether a value is a ``threshold_scale_factor`` of one phase: a number from 0 to ``MOST_FACTOR``."""
     # NaN is in no range.
-    return type(value) in (int, float) and 0 <= value <= MOST_FACTOR
+    return is_number(value) and 0 <= value <= MOST_FACTOR
 
 
-def only_with_a_model(value: Any) -> None:
+def only_with_a_model(value: object) -> None:
     """Refuse a field that ``resolved_fields`` would have replaced: there is no model."""
     if value is not None:
         raise ValueError("is resolved when a server starts, with its model, and not without one")
 
 
 def resolved_fields(
-    fields: dict[str, Any], checkpoint: Callable[[], Mapping[str, Any]], phases: Sequence[str] = PHASES
-) -> dict[str, Any]:
+    fields: dict[str, object], checkpoint: Callable[[], Mapping[str, object]], phases: Sequence[str] = PHASES
+) -> dict[str, object]:
     """Put the factors of a calibration instead of ``target_sparsity`` and ``calibration_file``.
 
     Args:
@@ -87,20 +89,21 @@ def resolved_fields(
     return {**others, "threshold_scale_factor": factors, "calibration": {"target_sparsity": target, **about}}
 
 
-def refuse_other_model(config: SparseConfig, calibration: Mapping[str, Any] | None, model_config: Any) -> str | None:
+def refuse_other_model(
+    config: SparseConfig, calibration: Mapping[str, object] | None, model_config: ModelConfig
+) -> str | None:
     """Say why a config's ``calibration`` is not one of a server's model and sparse layers; None if it is, or unknown.
 
     Args:
         config: of the method.
         calibration: of that config, as ``resolved_fields`` returned it.
-        model_config: SGLang's ``ModelConfig``.
     """
     fingerprint = (calibration or {}).get("fingerprint")
     if not calibration or fingerprint is None:
         return None
     if not isinstance(fingerprint, str):
         return f"calibration.fingerprint: got {fingerprint!r}; allowed: the text that the calibration has"
-    layers: Any = calibration.get("layers", {})
+    layers = calibration.get("layers", {})
     if not isinstance(layers, dict):
         return f"calibration.layers: got {layers!r}; allowed: the mapping that the calibration has"
     if reason := misfit("skip_softmax", fingerprint, str(calibration.get("model")), model_config):
@@ -111,7 +114,7 @@ def refuse_other_model(config: SparseConfig, calibration: Mapping[str, Any] | No
     )
 
 
-def _other_layers(phase: str, measured: Any, served: list[int]) -> str:
+def _other_layers(phase: str, measured: object, served: list[int]) -> str:
     return (
         f"the calibration is of {phase} in layers {measured}, and layers {served} are to run sparse, of which it does "
         f"not say what a factor skips; allowed: the same layers, or a calibration with them: {CALIBRATE} "
@@ -119,17 +122,17 @@ def _other_layers(phase: str, measured: Any, served: list[int]) -> str:
     )
 
 
-def _shares(target: Any, phases: Sequence[str]) -> dict[str, Any]:
-    shares: dict[str, Any] = target if isinstance(target, dict) else dict.fromkeys(phases, target)
-    known = bool(shares) and set(shares) <= set(phases)
-    if not known or not all(is_factor(share) and share <= 1 for share in shares.values()):
+def _shares(target: object, phases: Sequence[str]) -> dict[str, float]:
+    given: dict[str, object] = target if isinstance(target, dict) else dict.fromkeys(phases, target)
+    shares = {phase: share for phase, share in given.items() if is_factor(share) and share <= 1}
+    if not given or not set(given) <= set(phases) or len(shares) < len(given):
         several = "both phases, or a mapping with prefill or decode or both"
         allowed = several if len(phases) > 1 else f"{phases[0]}, or a mapping with it"
         raise ValueError(f"target_sparsity: got {target!r}; must be a number from 0 to 1 for {allowed}")
     return shares
 
 
-def _read(file: Any) -> tuple[dict[str, Any], SkipCalibration]:
+def _read(file: object) -> tuple[dict[str, object], SkipCalibration]:
     allowed = f"what {CALIBRATE} --model-path MODEL --out FILE.json wrote"
     if not isinstance(file, str):
         raise ValueError(f"calibration_file: got {file!r}; allowed: the path of {allowed}")
@@ -146,7 +149,7 @@ def _read(file: Any) -> tuple[dict[str, Any], SkipCalibration]:
         raise ValueError(f"calibration_file: {file!r} is another file ({why}); allowed: {allowed}") from error
 
 
-def _require_range(file: str, found: SkipCalibration, shares: Mapping[str, float]) -> None:
+def _require_range(file: object, found: SkipCalibration, shares: Mapping[str, float]) -> None:
     for phase, fit in found.phases.items():
         share = shares.get(phase)
         if share and not fit.lowest <= share <= fit.highest:
@@ -157,8 +160,8 @@ def _require_range(file: str, found: SkipCalibration, shares: Mapping[str, float
 
 
 def _factors(
-    source: Mapping[str, Any], shares: Mapping[str, float], origin: str
-) -> tuple[dict[str, float], dict[str, Any]]:
+    source: Mapping[str, object], shares: Mapping[str, float], origin: str
+) -> tuple[dict[str, float], dict[str, object]]:
     """The factor of each phase, and what it comes from; ``origin`` is what messages call the source."""
     table = source.get(TABLE)
     table = table if isinstance(table, dict) else {}
@@ -170,7 +173,7 @@ def _factors(
     return factors, {"coefficients": coefficients, "producer": table.get("producer")}
 
 
-def _scale_factor(table: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+def _scale_factor(table: Mapping[str, object], origin: str) -> Mapping[str, object]:
     # TensorRT-LLM's guide shows the table itself instead of its only group.
     groups = table.get("config_groups", {"only": {"algorithm": "skip_softmax", **table}} if table else {})
     names = (("algorithm", "skip_softmax"), ("sparse_algo", "softmax_skip"))
@@ -198,14 +201,13 @@ def _scale_factor(table: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
     return scale
 
 
-def _coefficients(scale: Mapping[str, Any], phase: str, origin: str) -> dict[str, float]:
+def _coefficients(scale: Mapping[str, object], phase: str, origin: str) -> dict[str, float]:
     # Those of no phase are for both.
     found = scale.get(phase, scale.get("coefficients"))
-    numbers: Mapping[str, Any] = found if isinstance(found, dict) else {}
-    a: Any = numbers.get("a")
-    b: Any = numbers.get("b")
+    numbers: Mapping[str, object] = found if isinstance(found, dict) else {}
+    a, b = numbers.get("a"), numbers.get("b")
     # Beyond any calibration, and e ** 100 is still a number.
-    if not is_factor(a) or type(b) not in (int, float) or not abs(b) <= MOST_EXPONENT:
+    if not is_factor(a) or not is_number(b) or not abs(b) <= MOST_EXPONENT:
         raise ValueError(
             f"target_sparsity: the coefficients of {origin} for {phase} are {found!r}; allowed: numbers a, at least 0, "
             f"and b, up to {MOST_EXPONENT}"

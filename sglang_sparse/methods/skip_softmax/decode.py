@@ -11,7 +11,7 @@ for each head.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -26,7 +26,7 @@ from sglang_sparse.methods.skip_softmax.calibration_file import (
     resolved_fields,
 )
 from sglang_sparse.methods.skip_softmax.prefill import CALIBRATION, FILE, TARGET
-from sglang_sparse.methods.support import refuse_sizes
+from sglang_sparse.methods.support import Architecture, ModelConfig, refuse_sizes
 from sglang_sparse_kernels import skip_softmax_mla_decode
 from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
 from sglang_sparse_kernels.skip_softmax_mla_decode import LATENT_DIMS, ROPE_DIMS
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.views import BatchView, LatentQuery
 
 
-def _factors(value: Any) -> dict[str, float]:
+def _factors(value: object) -> dict[str, float]:
     """The factor of each phase: as a mapping says, which leaves out what is dense, or one number for both."""
-    given: dict[str, Any] = value if isinstance(value, dict) else dict.fromkeys(PHASES, value)
-    if not given or not set(given) <= set(PHASES) or not all(map(is_factor, given.values())):
+    given: dict[str, object] = value if isinstance(value, dict) else dict.fromkeys(PHASES, value)
+    factors = {phase: factor for phase, factor in given.items() if is_factor(factor)}
+    if not given or not set(given) <= set(PHASES) or len(factors) < len(given):
         raise ValueError(
             f'must be {FACTOR_RANGE} for both phases, or {{"prefill": number, "decode": number}}, of which one may be '
             "left out"
         )
-    return {phase: float(given.get(phase, 0)) for phase in PHASES}
+    return {phase: float(factors.get(phase, 0)) for phase in PHASES}
 
 
 class SkipSoftmaxDecodeConfig(RectifyConfig):
@@ -72,10 +73,10 @@ class SkipSoftmaxDecodeConfig(RectifyConfig):
         None, description=TARGET.format(of=", for both phases or as a mapping")
     )
     calibration_file: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=FILE)
-    calibration: dict[str, Any] | None = Field(None, description=CALIBRATION)
+    calibration: dict[str, object] | None = Field(None, description=CALIBRATION)
 
     @classmethod
-    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def from_checkpoint(cls, fields: dict[str, object], read: Callable[[], Mapping[str, object]]) -> dict[str, object]:
         """Put the factors that a calibration gives for it instead of ``target_sparsity``."""
         return resolved_fields(fields, read)
 
@@ -94,18 +95,18 @@ class SkipSoftmaxDecode(AttendsItself):
         """The factor of decode."""
         return self.config.threshold_scale_factor["decode"]
 
-    def prefill_fields(self) -> dict[str, Any] | None:
+    def prefill_fields(self) -> dict[str, object] | None:
         """The factor of prefill, if there is one, what it comes from, and what is said for both phases."""
         factor = self.config.threshold_scale_factor["prefill"]
         shared = {name: getattr(self.config, name) for name in SparseConfig.model_fields}
         return {"threshold_scale_factor": factor, "calibration": self.config.calibration, **shared} if factor else None
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Refuse latents of sizes that the op lacks."""
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}
         return refuse_sizes(model_config.hf_text_config, sizes) if self.kind_of(model_config) == "MLA" else None
 
-    def refuse_weights(self, model_config: Any) -> str | None:
+    def refuse_weights(self, model_config: ModelConfig) -> str | None:
         """Refuse what the calibration was not made on."""
         return refuse_other_model(self.config, self.config.calibration, model_config)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -29,6 +29,7 @@ from sglang_sparse.methods.skip_softmax.calibration_file import (
     refuse_other_model,
     resolved_fields,
 )
+from sglang_sparse.methods.support import Architecture, ModelConfig
 from sglang_sparse_kernels.common.launch import to_device
 from sglang_sparse_kernels.skip_softmax_prefill import (
     TILE_QUERIES,
@@ -48,9 +49,9 @@ FILE = "Output of `sglang_sparse.calibrate --method skip_softmax` for this model
 CALIBRATION = "Origin of a threshold_scale_factor from target_sparsity; reported, and compared with the model."
 
 
-def _factor_of_prefill(value: Any) -> Any:
+def _factor_of_prefill(value: object) -> float:
     """A number, or TensorRT-LLM's mapping of phases, of which this has prefill."""
-    factor: Any = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
+    factor = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
     if not is_factor(factor):
         raise ValueError(
             f'must be {FACTOR_RANGE}, or {{"prefill": number}}; that of decode belongs to --sparse-method skip_softmax'
@@ -77,10 +78,10 @@ class SkipSoftmaxConfig(PrefillConfig):
     )
     target_sparsity: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=TARGET.format(of=""))
     calibration_file: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=FILE)
-    calibration: dict[str, Any] | None = Field(None, description=CALIBRATION)
+    calibration: dict[str, object] | None = Field(None, description=CALIBRATION)
 
     @classmethod
-    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def from_checkpoint(cls, fields: dict[str, object], read: Callable[[], Mapping[str, object]]) -> dict[str, object]:
         """Put the factor that a calibration gives for it instead of ``target_sparsity``."""
         return resolved_fields(fields, read, PREFILL)
 
@@ -105,7 +106,7 @@ class SkipSoftmax(PrefillMethod):
         """Queries of a tile."""
         return TILE_QUERIES
 
-    def refuse(self, model_config: Any) -> str | None:
+    def refuse(self, model_config: Architecture) -> str | None:
         """Refuse MLA models, for whose expanded keys of prefill there is no kernel."""
         if model_config.attention_arch.name != "MLA":
             return None
@@ -115,7 +116,7 @@ class SkipSoftmax(PrefillMethod):
             "which decodes it, without a prefill method"
         )
 
-    def refuse_weights(self, model_config: Any) -> str | None:
+    def refuse_weights(self, model_config: ModelConfig) -> str | None:
         """Refuse what the calibration was not made on."""
         return refuse_other_model(self.config, self.config.calibration, model_config)
 
