@@ -63,14 +63,14 @@ class DelegatingBackend(AttentionBackend):
             raise AttributeError(name)
         return getattr(self.dense, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if self._sealed and name not in vars(self):
             setattr(self.dense, name, value)
         else:
             object.__setattr__(self, name, value)
 
 
-def _delegate(name: str, value: Any) -> Any:
+def _delegate(name: str, value: object) -> Any:
     if callable(value):
 
         def method(self: DelegatingBackend, *args: object, **kwargs: object) -> Any:
@@ -91,7 +91,6 @@ class SparseAttentionBackend(DelegatingBackend):
 
     Args:
         dense: the backend that SGLang built.
-        runner: SGLang's ``ModelRunner``.
         settings: the sparse methods and their configs.
 
     Attributes:
@@ -244,7 +243,7 @@ class SparseAttentionBackend(DelegatingBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **kwargs: Any,
+        **kwargs: torch.Tensor,
     ) -> torch.Tensor:
         """Attend, and in the last sparse layer refresh the summaries of the pages whose keys this pass wrote.
 
@@ -254,8 +253,6 @@ class SparseAttentionBackend(DelegatingBackend):
             q: ``[tokens, q_heads * head_dim]``.
             k: ``[tokens, kv_heads, head_dim]``.
             v: ``[tokens, kv_heads, v_head_dim]``.
-            layer: SGLang's ``RadixAttention``.
-            forward_batch: SGLang's ``ForwardBatch``.
             save_kv_cache: whether k and v still have to be written to the pool.
             **kwargs: passed to the dense backend; ``q_rope`` and ``k_rope`` of MLA, which q and k then lack.
 

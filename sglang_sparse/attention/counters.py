@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -188,7 +188,7 @@ class Counters:
         left = iter(counted)
         return [counts.device_totals(list(islice(left, counts.size))) for counts in self._selections]
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, object]:
         """Return all counts as plain values, and which device and packages they are of.
 
         Waits for the device, so not for every step.
@@ -227,10 +227,10 @@ class Counters:
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }
 
-    def _groups_snapshot(self, counted: Sequence[int]) -> list[dict[str, Any]]:
+    def _groups_snapshot(self, counted: Sequence[int]) -> list[dict[str, object]]:
         groups = self._settings.decode
         on_device = self._of_groups(counted[: len(self.select_stats)])
-        kept: dict[object, dict[str, Any]] = {path.method: {"kept": path.snapshot()} for path in self.keeps}
+        kept: dict[object, dict[str, object]] = {path.method: {"kept": path.snapshot()} for path in self.keeps}
         return [
             {
                 "method": name,
@@ -243,7 +243,7 @@ class Counters:
             for name, method, counts, own in zip(groups.names, groups.methods, self._selections, on_device, strict=True)
         ]
 
-    def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, Any]:
+    def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, object]:
         causal = totals["pairs_causal"]
         return {
             "method": self._settings.prefill_name,

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -17,7 +17,7 @@ from sglang_sparse.config.machine import gpu_name
 from sglang_sparse.methods.config import DEFAULT_CROSSOVER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.base import ModelShape
@@ -30,6 +30,13 @@ TUNED = "resa"
 _SELECTION = {"summary": None, "group": None, "summary_dtype": "auto"}
 # What tells two entries of a table apart; the first ones are what `setup` returns.
 KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", *_SELECTION, "active_ratio")
+
+
+class Entry(TypedDict):
+    """What is looked up in the table, for what `setup` returns."""
+
+    active_ratio: float
+    crossover_tokens: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Crossover:
     source: str
 
 
-def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dict[str, Any]:
+def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dict[str, object]:
     """What a measured crossover depends on, in addition to the share of the pages, as an entry of the table has it.
 
     Args:
@@ -67,13 +74,13 @@ def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dic
 
 
 @cache
-def packaged_table() -> tuple[Mapping[str, Any], ...]:
+def packaged_table() -> tuple[Entry, ...]:
     """The entries that ship with this package."""
     return tuple(json.loads(TABLE.read_text()))
 
 
 def find(
-    settings: Settings, model: ModelShape, device: torch.device, table: Sequence[Mapping[str, Any]] | None = None
+    settings: Settings, model: ModelShape, device: torch.device, table: Sequence[Entry] | None = None
 ) -> Crossover:
     """Decide the crossover of a server: of several methods that of the one that pays last.
 
@@ -91,16 +98,14 @@ def find(
     return max((_of_method(name, config, model, gpu, entries) for name, config in pairs), key=lambda one: one.tokens)
 
 
-def _of_method(
-    name: str, config: MethodConfig, model: ModelShape, gpu: str, entries: Sequence[Mapping[str, Any]]
-) -> Crossover:
+def _of_method(name: str, config: MethodConfig, model: ModelShape, gpu: str, entries: Sequence[Entry]) -> Crossover:
     if config.dense_fallback == "never":
         return Crossover(0, "dense_fallback is never")
     if config.crossover_tokens != "auto":
         return Crossover(config.crossover_tokens, "set by the user")
     wanted = setup(name, config, model, gpu)
     ratio = getattr(config, "active_ratio", float("inf"))
-    measured = [entry for entry in entries if all(entry[name] == value for name, value in wanted.items())]
+    measured = [entry for entry in entries if wanted.items() <= entry.items()]
     found = [entry for entry in measured if entry["active_ratio"] >= ratio]
     if not found:
         # Attending to more pages than was measured pays later, if at all.

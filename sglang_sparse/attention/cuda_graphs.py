@@ -8,12 +8,13 @@ size serves both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_sparse.config.settings import settings_of
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
+    from sglang_sparse.attention.protocols import ForwardBatch
     from sglang_sparse.config.settings import Settings
 
 # Not "dense": SGLang's DSA indexer takes that label for its own variant, which scores nothing.
@@ -36,7 +37,7 @@ class GraphVariants:
         both = (SPARSE,) if settings.config.dense_fallback == "never" else (DENSE, SPARSE)
         self.capture_labels = both if settings.name else (DENSE,)
 
-    def select(self, forward_batch: Any) -> str:
+    def select(self, forward_batch: ForwardBatch) -> str:
         """Name the graph that a batch replays."""
         return SPARSE if self._backend.plan(forward_batch.seq_lens_cpu).sparse else DENSE
 
@@ -45,16 +46,16 @@ class GraphVariants:
 _OFFERED: dict[int, GraphVariants] = {}
 
 
-def offer(model: Any, variants: GraphVariants) -> None:
+def offer(model: object, variants: GraphVariants) -> None:
     """Offer variants for the decode graphs of a model, a transformers config."""
     _OFFERED[id(model)] = variants
 
 
-def add_variants(found: Any, model: Any) -> Any:
+def add_variants(found: object, model: object) -> object:
     """After ``create_attention_graph_variants``: return those that were offered for this model, if any."""
     return _OFFERED.get(id(model), found)
 
 
-def no_post_capture_sizing(original: Callable[[Any], bool], server_args: Any) -> bool:
+def no_post_capture_sizing(original: Callable[[object], bool], server_args: object) -> bool:
     """Around ``post_capture_kv_sizing_planned``: never with sparsity, whose buffers are sized with the KV pool."""
     return original(server_args) if settings_of(server_args) is None else False

@@ -78,7 +78,6 @@ class DecodePath:
             q: ``[rows, q_heads * head_dim]``; of MLA without its rotary part if that is in ``rotated``.
             k: ``[rows, kv_heads, head_dim]``, likewise.
             v: ``[rows, kv_heads, v_head_dim]``.
-            layer: SGLang's ``RadixAttention``.
             slots: ``[rows]`` int64, where k and v belong.
             views: the batch, for each method.
             save_kv_cache: whether they still have to be written there.

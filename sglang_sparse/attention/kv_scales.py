@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sglang_sparse.attention.protocols import KVPool
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import SparseArgumentError, settings_of
 
+if TYPE_CHECKING:
+    import torch
 
-def is_float8(algo: Any) -> bool:
+
+def is_float8(algo: object) -> bool:
     """Whether a checkpoint's ``kv_cache_quant_algo`` makes its KV float8."""
     return isinstance(algo, str) and algo.upper() == "FP8"
 
 
-def complete_scales(_: None, *, model: Any, kv_cache_dtype: str) -> None:
+def complete_scales(_: None, *, model: torch.nn.Module, kv_cache_dtype: str) -> None:
     """After ``load_kv_cache_scales``: let all of SGLang's attention read the scales of float8 KV.
 
     SGLang leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
@@ -52,7 +56,7 @@ def complete_scales(_: None, *, model: Any, kv_cache_dtype: str) -> None:
         )
 
 
-def attend_in_the_cache(dense: Any, model: Any) -> None:
+def attend_in_the_cache(dense: object, model: torch.nn.Module) -> None:
     """Let FlashInfer's prefill attend in the cache alone where that has scales: elsewhere it does not read them.
 
     Args:
@@ -68,7 +72,7 @@ def attend_in_the_cache(dense: Any, model: Any) -> None:
                 backend.use_paged = True
 
 
-def kv_bytes_per_token(kv_pool: Any) -> int:
+def kv_bytes_per_token(kv_pool: KVPool) -> int:
     """Bytes of a token in SGLang's pool over all its layers: keys and values or latents, and an indexer's keys."""
     names = ("kv_buffer",) if hasattr(kv_pool, "kv_buffer") else ("k_buffer", "v_buffer")
     slots = sum(buffer[0].nbytes for name in names for buffer in getattr(kv_pool, name))

@@ -22,6 +22,8 @@ from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.base import ModelShape
 
@@ -54,12 +56,11 @@ class Need:
     smaller: str
 
 
-def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> Iterator[Need]:
+def needs(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, table_width: int) -> Iterator[Need]:
     """Yield what a server's methods need.
 
     Args:
         settings: the methods.
-        kvc: SGLang's ``KVCacheConfigurator``.
         model: the attention layers of this rank; values have at most its ``head_dim``.
         table_width: tokens of a row of SGLang's token table.
     """
@@ -72,7 +73,7 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
         yield of_prompts(keeping, settings.flag, kvc, model)
 
 
-def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
+def of_prefill(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape) -> Need:
     """What a pass of the prefill methods needs, with what is kept of cut prompts; see ``needs``. Layers take turns.
 
     SGLang has one prompt at a time that goes on in a later pass, and in one pass it may end and another begin.
@@ -96,7 +97,7 @@ def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
     )
 
 
-def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> Need:
+def of_decode(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, table_width: int) -> Need:
     """What a layer of a decode step needs, and the view of the CUDA graphs; see ``needs``. The layers take turns in it.
 
     CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
@@ -124,7 +125,7 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
     )
 
 
-def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
+def of_selection(settings: Settings, kvc: KVCacheConfigurator, table_width: int) -> Need:
     """What choosing takes in a pass of prefill where the model chooses; see ``needs``.
 
     Not charged is what grows with the tokens of the pass alone, a few KB of the 1.5 MB that SGLang leaves for each.
@@ -139,7 +140,7 @@ def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
     )
 
 
-def of_prompts(methods: Sequence[PromptSelector], flag: str, kvc: Any, model: ModelShape) -> Need:
+def of_prompts(methods: Sequence[PromptSelector], flag: str, kvc: KVCacheConfigurator, model: ModelShape) -> Need:
     """What requests keep of their prompts, all the time, and what choosing or copying it needs; see ``needs``.
 
     The layers of several methods choose one after the other.
@@ -165,9 +166,9 @@ def of_prompts(methods: Sequence[PromptSelector], flag: str, kvc: Any, model: Mo
     )
 
 
-def decode_batches(server_args: Any) -> tuple[list[int], range]:
+def decode_batches(given: object) -> tuple[list[int], range]:
     """Return the sizes of decode batches: those that CUDA graphs have, and those that may run without one."""
-    server_args = arguments.of(server_args)
+    server_args = arguments.of(given)
     running = server_args.max_running_requests or MOST_ROWS
     graphs = server_args.cuda_graph_config.decode
     if graphs.backend == "disabled":
@@ -179,13 +180,13 @@ def decode_batches(server_args: Any) -> tuple[list[int], range]:
     return captured, range(padded + 1, running + 1)
 
 
-def most_query_tokens(server_args: Any, max_context: int) -> int:
+def most_query_tokens(given: object, max_context: int) -> int:
     """Return an upper bound of an extend pass's query tokens.
 
     Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them. Rows that
     decode within a mixed batch may come on top of a chunk, see ``scheduler/prefill_chunks.py``.
     """
-    server_args = arguments.of(server_args)
+    server_args = arguments.of(given)
     tokens = prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
     return tokens + (server_args.max_running_requests or MOST_ROWS if server_args.enable_mixed_chunk else 0)
 
@@ -219,7 +220,6 @@ def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
     """Describe a model to a method, for this tensor-parallel rank.
 
     Args:
-        model_config: SGLang's ``ModelConfig``.
         kv_dtype: dtype of the KV cache.
     """
     from sglang.srt.runtime_context import get_parallel
@@ -249,7 +249,7 @@ def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
     return -(-per_page // settings.config.page_size)
 
 
-def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigurator, num_layers: int) -> int:
     """After ``_compute_cell_size``: add the buffers' share to the bytes that SGLang counts per token.
 
     Called more than once at start, so it must stay pure.
@@ -260,7 +260,7 @@ def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: in
     return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
 
 
-def charge_scratch(available: int, kvc: Any, *_: object, **__: object) -> int:
+def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: object) -> int:
     """After ``_profile_available_bytes``: keep what sparse passes need for a moment out of the KV pool.
 
     Returns:
@@ -277,7 +277,7 @@ def charge_scratch(available: int, kvc: Any, *_: object, **__: object) -> int:
     model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
     # The values of MLA are its latents.
     if not model.rope_dim:
-        model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
+        model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim or 0))
     for method in settings.decode.methods:
         method.adopt(kvc.model_config)
     width = kvc.model_config.context_len + get_req_to_token_extra_context_len()
@@ -298,7 +298,7 @@ def charge_scratch(available: int, kvc: Any, *_: object, **__: object) -> int:
     return available
 
 
-def attach_aux_pools(kv_pool: KVPool, configurator: Any, **_: object) -> None:
+def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: object) -> None:
     """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
 
     Raises:

@@ -82,7 +82,7 @@ class PrefillPath:
             f"dense below position {groups.dense_below}; kernels {kernels}"
         )
 
-    def parts(self) -> list[dict[str, Any]]:
+    def parts(self) -> list[dict[str, object]]:
         """Which layers each method has, for the server info."""
         return [
             {
@@ -181,7 +181,6 @@ class PrefillPath:
             query: ``[tokens, q_heads * head_dim]``; a graph pads it.
             key: ``[tokens, kv_heads, head_dim]``.
             value: ``[tokens, kv_heads, v_head_dim]``.
-            layer: SGLang's ``RadixAttention``.
             slots: ``[tokens]`` int64, where K and V go.
             save_kv_cache: whether they still have to be written.
 

@@ -59,7 +59,6 @@ class KeepPath:
 
     Args:
         method: one of the server's.
-        runner: SGLang's ``ModelRunner``.
         model: the attention layers of this rank.
         page_size: tokens per page.
         place: of the method among those of the server's that choose.
@@ -128,7 +127,6 @@ class KeepPath:
 
         Args:
             query: ``[tokens, q_heads * head_dim]`` of the whole pass; a graph pads it.
-            layer: SGLang's ``RadixAttention``.
         """
         if layer.layer_id not in self.kept.blocks:
             return
@@ -183,7 +181,6 @@ def make_paths(
     Args:
         methods: the server's.
         pools: where ``Kept`` goes.
-        runner: SGLang's ``ModelRunner``.
         model: the attention layers of this rank.
     """
     selectors = enumerate(prompt_selectors(methods))

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.configs import model_config
+    from sglang.srt.managers import schedule_policy
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+    from sglang.srt.mem_cache import radix_cache
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_sparse.attention.backend import SparseAttentionBackend
+
+# SGLang's own where no other thing takes their place.
+ModelConfig: TypeAlias = "model_config.ModelConfig"
+PrefillAdder: TypeAlias = "schedule_policy.PrefillAdder"
+RadixKey: TypeAlias = "radix_cache.RadixKey"
+RadixTree: TypeAlias = "UnifiedRadixCache"
 
 
 class RadixAttention(Protocol):
@@ -49,7 +69,7 @@ class ForwardBatch(Protocol):
     """A batch as the model sees it."""
 
     batch_size: int
-    forward_mode: Any
+    forward_mode: ForwardMode
     out_cache_loc: torch.Tensor
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
@@ -59,14 +79,17 @@ class ForwardBatch(Protocol):
 class ModelRunner(Protocol):
     """What runs the passes of a rank; its ``attn_backend`` is ours in a sparse server."""
 
-    attn_backend: Any
+    attn_backend: SparseAttentionBackend
     dtype: torch.dtype
     device: str
+    forward: Callable[[Any], Any]
     is_draft_worker: bool
-    model: Any
-    model_config: Any
+    kv_index_translator: Any
+    model: torch.nn.Module
+    model_config: ModelConfig
     req_to_token_pool: ReqToTokenPool
-    server_args: Any
+    server_args: object
+    shared_read_done_event: object
     token_to_kv_pool: KVPool
 
 
@@ -77,11 +100,11 @@ class Req(Protocol):
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
     full_untruncated_fill_ids: Sequence[int]
-    sampling_params: Any
-    kv: Any
+    sampling_params: SamplingParams
+    kv: ReqKvInfo
     prefix_len: int
     extend_end: int | None
-    lock: Any
+    lock: TreeLock | None
     last_node: object
     finished_reason: object
     finished: Callable[[], bool]
@@ -91,7 +114,7 @@ class ScheduleBatch(Protocol):
     """A batch as the scheduler sees it."""
 
     reqs: list[Req]
-    forward_mode: Any
+    forward_mode: ForwardMode
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor
     input_ids: torch.Tensor
@@ -100,3 +123,30 @@ class ScheduleBatch(Protocol):
     decoding_reqs: list[Req] | None
     batch_is_full: bool
     req_to_token_pool: ReqToTokenPool
+
+
+class ModelWorker(Protocol):
+    """What launches the passes of a rank."""
+
+    is_draft_worker: bool
+    model_runner: ModelRunner
+    server_args: object
+
+
+class Scheduler(Protocol):
+    """The scheduler of a rank."""
+
+    chunked_req: Req | None
+    device_module: Any
+    enable_overlap: bool
+    forward_ct: int
+    forward_stream: torch.cuda.Stream
+    forward_stream_ctx: AbstractContextManager[object]
+    is_fully_idle: Callable[[], bool]
+    metrics_reporter: SchedulerMetricsReporter
+    result_queue: Sequence[tuple[object, Any]]
+    schedule_stream: torch.cuda.Stream
+    server_args: object
+    tp_worker: ModelWorker
+    tree_cache: RadixTree
+    _apply_war_barrier: Callable[[], None]

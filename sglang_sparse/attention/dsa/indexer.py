@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.functional import pad
 
-from sglang_sparse.attention.protocols import ForwardBatch
+from sglang_sparse.attention.protocols import ForwardBatch, KVPool
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.index_topk.choose import choose_in_parts, queries_at_once, slots_of
@@ -80,7 +80,6 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: ForwardBatch, tok
 
     Args:
         backend: the server's.
-        forward_batch: SGLang's ``ForwardBatch``.
         tokens: queries of the pass.
         topk: tokens that a query attends to at most.
 
@@ -155,11 +154,9 @@ def choose(
 
     Args:
         original: SGLang's function, for servers without the method, or with a native indexer.
-        indexer: SGLang's ``Indexer``.
         x: ``[tokens, hidden]``.
         q_lora: ``[tokens, q_lora_rank]``.
         positions: ``[tokens]`` int64.
-        forward_batch: SGLang's ``ForwardBatch``.
         layer_id: the layer.
         return_indices: whether the attention wants them.
         use_cuda_graph: whether SGLang's own function may use a graph that it captured.
@@ -176,7 +173,7 @@ def choose(
         return original(indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
-    pool: Any = get_token_to_kv_pool()
+    pool = cast("KVPool", get_token_to_kv_pool())
     buffer = pool.get_index_k_with_scale_buffer(layer_id)
     query, key, _ = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
     _store(backend, key, forward_batch, buffer)
@@ -193,7 +190,7 @@ def choose(
     return batch.selection
 
 
-def _count_native(backend: Any) -> None:
+def _count_native(backend: SparseAttentionBackend) -> None:
     """Count what the selections behind SGLang's indexer do in a decode step, whoever makes them."""
     view = backend.view
     if view is not None:
@@ -201,7 +198,9 @@ def _count_native(backend: Any) -> None:
         view.stats[:3] += counts * backend.counters.sparse_layers
 
 
-def _store(backend: Any, key: torch.Tensor, forward_batch: ForwardBatch, buffer: torch.Tensor) -> None:
+def _store(
+    backend: SparseAttentionBackend, key: torch.Tensor, forward_batch: ForwardBatch, buffer: torch.Tensor
+) -> None:
     # As SGLang's fused kernel on CUDA, and as its fallback elsewhere.
     quantized = index_keys.quantize(key, rotate=False, powers=not key.is_cuda)
     index_keys.store(*quantized, forward_batch.out_cache_loc, buffer)
@@ -233,5 +232,5 @@ def served_backend() -> Any | None:
 
     from sglang_sparse.attention.backend import SparseAttentionBackend
 
-    backend: Any = get_attn_backend()
+    backend = get_attn_backend()
     return backend if isinstance(backend, SparseAttentionBackend) and backend.method.selects_in_model else None

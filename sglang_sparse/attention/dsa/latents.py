@@ -8,11 +8,11 @@ without float8, and its readers are for Hopper and Blackwell alone (on desktop B
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 
 from sglang_sparse.attention.dsa.indexer import served_backend
+from sglang_sparse.attention.protocols import KVPool, ModelConfig
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.dsa.decode import Dsa
 from sglang_sparse_kernels.latent_rows import row_bytes, write_latents
@@ -22,19 +22,18 @@ from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 ATTENDED = 1 << 15
 
 
-def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype: torch.dtype) -> int:
+def row_width(original: Callable[..., int], *, model_config: ModelConfig, kv_cache_dtype: torch.dtype) -> int:
     """Around ``calculate_mla_kv_cache_dim``: return what the KV pool keeps of a token in a layer, in elements.
 
     SGLang keeps float8 latents without scales for the kernel in whose place the portable attention stands.
 
     Args:
         original: SGLang's function, for servers without the method, with native attention, or with another dtype.
-        model_config: SGLang's ``ModelConfig``.
         kv_cache_dtype: of the pool.
     """
     from sglang.srt.runtime_context import get_server_args
 
-    settings = settings_of(cast("Any", get_server_args()))
+    settings = settings_of(get_server_args())
     portable = settings is not None and isinstance(settings.method, Dsa) and not settings.method.native("attention")
     if not portable or kv_cache_dtype != torch.float8_e4m3fn:
         return original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
@@ -43,7 +42,7 @@ def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype
 
 def write(
     original: Callable[..., None],
-    pool: Any,
+    pool: KVPool,
     cache: torch.Tensor,
     slots: torch.Tensor,
     latent: torch.Tensor,
@@ -68,7 +67,7 @@ def write(
 
 def attend(
     original: Callable[..., torch.Tensor],
-    dense: Any,
+    dense: object,
     q_all: torch.Tensor,
     kv_cache: torch.Tensor,
     v_head_dim: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +15,12 @@ from sglang_sparse_kernels.index_topk.choose import select
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
+
 
 def choose(
     original: Callable[..., torch.Tensor],
-    metadata: Any,
+    metadata: DSAIndexerMetadata,
     logits: torch.Tensor,
     topk: int,
     ks: torch.Tensor | None = None,
@@ -31,7 +33,6 @@ def choose(
 
     Args:
         original: SGLang's function, for servers without the method, or with a native selection.
-        metadata: SGLang's ``DSAIndexerMetadata``.
         logits: ``[queries, columns]`` float32; may be overwritten.
         topk: tokens that a query attends to at most.
         ks: ``[queries]`` int32, the column of each query's first token; None: all begin in the first.
@@ -69,7 +70,7 @@ def schedule(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         original: DeepGEMM's function.
     """
 
-    def metadata(lengths: torch.Tensor, *args: Any) -> torch.Tensor:
+    def metadata(lengths: torch.Tensor, *args: object) -> torch.Tensor:
         if _native("indexer"):
             return original(lengths, *args)
         return torch.zeros(1, dtype=torch.int32, device=lengths.device)
@@ -77,7 +78,7 @@ def schedule(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return metadata
 
 
-def plan(original: Callable[..., torch.Tensor | None], dense: Any, lengths: torch.Tensor) -> torch.Tensor | None:
+def plan(original: Callable[..., torch.Tensor | None], dense: object, lengths: torch.Tensor) -> torch.Tensor | None:
     """Around ``_build_topk_v2_plan``: none where SGLang's selection does not run; it is then not refreshed either.
 
     Args:
@@ -91,6 +92,5 @@ def plan(original: Callable[..., torch.Tensor | None], dense: Any, lengths: torc
 def _native(stage: str) -> bool:
     from sglang.srt.runtime_context import get_server_args
 
-    args: Any = get_server_args()
-    settings = settings_of(args)
+    settings = settings_of(get_server_args())
     return settings is None or not isinstance(settings.method, Dsa) or settings.method.native(stage)
