@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.protocols import KVPool, ModelRunner
+from sglang_sparse.attention.protocols import KVPool, ModelRunner, RadixTree, Scheduler
 from sglang_sparse.config.request_options import prefill_of_namespace
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
@@ -19,7 +19,6 @@ from sglang_sparse.scheduler.prefill_chunks import split_prompt
 from sglang_sparse.scheduler.prefix_keys import require_whole_groups, token_ids
 
 if TYPE_CHECKING:
-    from sglang_sparse.attention.prefill import PrefillPath
     from sglang_sparse.methods.groups import PrefillGroups
     from sglang_sparse.scheduler.inserted_keys import TreePath
 
@@ -55,7 +54,7 @@ class _Memory:
     seen: tuple[int, int] | None = None
 
 
-def check_when_idle(_result: None, scheduler: Any, *_: object) -> None:
+def check_when_idle(_result: None, scheduler: Scheduler, *_: object) -> None:
     """After ``Scheduler.on_idle``: check the tree, if the config asks for it and anything ran since the last check.
 
     Raises:
@@ -79,7 +78,7 @@ def check_when_idle(_result: None, scheduler: Any, *_: object) -> None:
         )
 
 
-def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
+def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeReport:
     """Prove that every page of the radix tree is exact: its K and V dense, its summaries those of its keys.
 
     With a prefill method, K and V are those of its cold run instead, dense only where that is. Pages that no earlier
@@ -88,7 +87,6 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
     forward stream.
 
     Args:
-        scheduler: SGLang's ``Scheduler``.
         tolerance: largest allowed absolute difference; ``default_tolerance`` if None.
 
     Raises:
@@ -138,7 +136,6 @@ def compare_with_recomputed(
     next chunk would then be compared with a run over stored KV, which proves less.
 
     Args:
-        runner: SGLang's ``ModelRunner``.
         tokens: the sequence from its first token.
         slots: ``[len(tokens)]`` int64, where its KV is. Nobody else may use them meanwhile.
         positions: ``[n]`` int64, the compared positions.
@@ -158,8 +155,10 @@ def compare_with_recomputed(
         return compare(kv_pool, tokens, positions, slots, stored, tolerance)
 
 
-def _recompute(runner: Any, tokens: list[int], slots: torch.Tensor, prefill: PrefillGroups | None, prompt: int) -> None:
-    path: PrefillPath | None = runner.attn_backend.prefill
+def _recompute(
+    runner: ModelRunner, tokens: list[int], slots: torch.Tensor, prefill: PrefillGroups | None, prompt: int
+) -> None:
+    path = runner.attn_backend.prefill
     # A sparse prefill in one piece, or in chunks of whole groups, writes the same.
     group = prefill.group_tokens if prefill else 1
     size = max(1, FORWARD_TOKENS // group) * group
@@ -180,14 +179,14 @@ def _recompute(runner: Any, tokens: list[int], slots: torch.Tensor, prefill: Pre
         row.copy_(before)
 
 
-def _memory(tree: Any) -> _Memory:
+def _memory(tree: RadixTree) -> _Memory:
     if not hasattr(tree, ATTRIBUTE):
         setattr(tree, ATTRIBUTE, _Memory())
     return getattr(tree, ATTRIBUTE)
 
 
 @contextmanager
-def _forward_stream(scheduler: Any) -> Iterator[None]:
+def _forward_stream(scheduler: Scheduler) -> Iterator[None]:
     """Order the block behind every pass that was launched, and everything later behind the block, also if it raises."""
     current = scheduler.device_module.current_stream()
     scheduler.forward_stream.wait_stream(current)

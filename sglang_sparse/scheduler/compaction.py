@@ -19,16 +19,16 @@ not what a request is retracted for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.plan import plan_decode
-from sglang_sparse.attention.protocols import KVPool, Req, ScheduleBatch
+from sglang_sparse.attention.protocols import KVPool, PrefillAdder, RadixTree, Req, ScheduleBatch, Scheduler
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.roles import PromptSelector
 from sglang_sparse.scheduler.request_fields import (
@@ -42,6 +42,8 @@ from sglang_sparse.scheduler.request_fields import (
 from sglang_sparse.scheduler.request_state import ensure_state, options_of, state_of
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.roles import PromptSelector
@@ -115,13 +117,12 @@ class Compaction:
         start = (boundary - kept) * self._block // self._page * self._page
         return Span(start, end, kept, boundary) if first_visible and start > 0 else None
 
-    def release_prompt(self, request: Req, span: Span, tree: Any, reserve: int) -> bool:
+    def release_prompt(self, request: Req, span: Span, tree: RadixTree, reserve: int) -> bool:
         """Give a request private pages and its prompt back to the tree, or what of it was its own to the pool.
 
         On the scheduler's stream, which by now is behind what earlier passes read of ``req_to_token``.
 
         Args:
-            request: SGLang's ``Req``.
             span: what it copies.
             tree: SGLang's radix cache, or what is in its place without one.
             reserve: tokens to leave free.
@@ -140,6 +141,7 @@ class Compaction:
         if slots is None:
             return False
         place, own = pool_row(request), protected_len(request)
+        assert place is not None
         row = table.req_to_token[place]
         self._moves.append(Move(span, place, row[: prefill_end(request) : self._page] // self._page, slots))
         allocator.free_segment(row[own : span.end], start_pos=own)
@@ -194,7 +196,7 @@ class Compaction:
         return {"compacted": self.requests, "freed_tokens": self.freed_tokens, "compact_waits": self.waits}
 
 
-def compact_running(running: ScheduleBatch | None, scheduler: Any, *_: object) -> None:
+def compact_running(running: ScheduleBatch | None, scheduler: Scheduler, *_: object) -> None:
     """After ``Scheduler.update_running_batch``: let requests go of prompts that are in the tree by now.
 
     A request does so at the first step at which it would attend to a part of what it sees: in none that follows it
@@ -207,7 +209,8 @@ def compact_running(running: ScheduleBatch | None, scheduler: Any, *_: object) -
     if settings is None or not (isinstance(settings.method, PromptSelector) and settings.method.compacts):
         return
     backend, tree = scheduler.tp_worker.model_runner.attn_backend, scheduler.tree_cache
-    compaction: Compaction = backend.keeps[0].compaction
+    compaction = backend.keeps[0].compaction
+    assert isinstance(compaction, Compaction)
     states = [ensure_state(settings, backend.counters.rectify, request) for request in running.reqs]
     ready = {
         row: span
@@ -236,18 +239,18 @@ def compact_running(running: ScheduleBatch | None, scheduler: Any, *_: object) -
             compaction.waits += 1
 
 
-def _holders(requests: list[Req], tree: Any) -> Counter[tuple[int, int]]:
+def _holders(requests: list[Req], tree: RadixTree) -> Counter[tuple[int, int]]:
     """Count who holds each node of the tree, by its id and length."""
     locks = [node for request in requests if (node := locked_node(request)) is not None]
     paths = tree.tree_core.collect_path_info(locks)
     return Counter(node for path in paths for node in _nodes(path))
 
 
-def _nodes(path: Any) -> list[tuple[int, int]]:
+def _nodes(path: Sequence[TreePathNodeInfo]) -> list[tuple[int, int]]:
     return [(info.node_id, info.path_end - info.path_start) for info in path]
 
 
-def _frees_memory(request: Req, span: Span, holders: Counter[tuple[int, int]], tree: Any) -> bool:
+def _frees_memory(request: Req, span: Span, holders: Counter[tuple[int, int]], tree: RadixTree) -> bool:
     """Whether less KV is held where all who hold this prompt let go of it.
 
     Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
@@ -259,7 +262,7 @@ def _frees_memory(request: Req, span: Span, holders: Counter[tuple[int, int]], t
     return shared + span.start > protected_len(request)
 
 
-def _prefilled(request: Req, state: RequestState, tree: Any) -> bool:
+def _prefilled(request: Req, state: RequestState, tree: RadixTree) -> bool:
     """Whether the results of a request's prefill are processed, which is when SGLang puts its prompt into the tree."""
     end = prefill_end(request)
     if state.compacted or not state.kept[1] or end is None:
@@ -268,14 +271,13 @@ def _prefilled(request: Req, state: RequestState, tree: Any) -> bool:
 
 
 @contextmanager
-def room_for_a_copy(settings: Settings | None, adder: Any, request: Req) -> Iterator[None]:
+def room_for_a_copy(settings: Settings | None, adder: PrefillAdder, request: Req) -> Iterator[None]:
     """Let SGLang believe, while it decides on a request, that less memory is left: by the largest copy to come.
 
     Without it a few prompts that fill the pool would hold it until one of them ends.
 
     Args:
         settings: the server's.
-        adder: SGLang's ``PrefillAdder``.
         request: that would run together with those that are admitted already.
     """
     method = settings.method if settings else None
@@ -296,7 +298,7 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Req) -> Iter
         adder.memory_budget.current_offset -= room
 
 
-def _reserved_tokens(settings: Settings, method: PromptSelector, adder: Any, request: Req) -> int:
+def _reserved_tokens(settings: Settings, method: PromptSelector, adder: PrefillAdder, request: Req) -> int:
     page = adder.page_size
     others = [*adder.can_run_list, *(adder.running_batch.reqs if adder.running_batch is not None else ())]
     # To a request that takes the place of others SGLang has promised theirs, and forgets them where it does not fit.

@@ -9,17 +9,19 @@ exact, see ``scheduler/prefill_chunks.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from sglang_sparse.attention.plan import PLAN, plan_decode
-from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
+from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
+from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
 from sglang_sparse.scheduler.request_state import ensure_state, state_of
 
 
-def begin_pass(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_runner: Any, **_: object) -> None:
+def begin_pass(
+    forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: object
+) -> None:
     """After ``ForwardBatch.init_new``: decide which rows of a decode pass run sparse, and move the exact lengths.
 
     The pass is launched before anything that reads the KV it writes, on the same stream, so the lengths may move now.
@@ -33,7 +35,8 @@ def begin_pass(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, mod
     prefill_chunks.begin(backend, forward_batch, batch)
     prompt_windows.begin(backend, forward_batch, batch)
     mode = batch.forward_mode
-    if backend.rectifying is not None and backend.rectifying.outer_batch is batch:
+    step = backend.rectifying
+    if isinstance(step, Rectification) and step.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.
         return
     if mode.is_decode():
@@ -68,7 +71,7 @@ def forget_exact_length(_: None, request: Req) -> None:
         state.kept, state.compacted = (0, 0), False
 
 
-def exact_committed_len(original: Callable[[Any], int], request: Req) -> int:
+def exact_committed_len(original: Callable[[Req], int], request: Req) -> int:
     """Around ``Req.owned_kv_len``: what a finished request inserts into the radix tree ends here.
 
     One that is compacted inserts nothing, and all of it is freed.
@@ -84,7 +87,9 @@ def exact_committed_len(original: Callable[[Any], int], request: Req) -> int:
     return min(committed, exact if method is None else min(exact, prefill_chunks.share_limit(request, method)))
 
 
-def release_inexact_tail(original: Callable[..., None], request: Req, start: int, end: int, tree_cache: Any) -> None:
+def release_inexact_tail(
+    original: Callable[..., None], request: Req, start: int, end: int, tree_cache: RadixTree
+) -> None:
     """Around ``_release_overallocated_kv_indices``: free the pages behind the exact length.
 
     SGLang asserts that there are none unless it speculates. The page that holds the exact length itself is freed by

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.protocols import ForwardBatch, ScheduleBatch
+from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse_kernels.common.launch import to_device
 
@@ -54,7 +54,9 @@ def prepare(forward_batch: ForwardBatch, batch: ScheduleBatch, states: Sequence[
         setattr(forward_batch, ATTRIBUTE, Forced(rows, tokens))
 
 
-def sample(original: Callable[..., torch.Tensor], runner: Any, logits_output: Any, forward_batch: Any) -> torch.Tensor:
+def sample(
+    original: Callable[..., torch.Tensor], runner: ModelRunner, logits_output: Any, forward_batch: ForwardBatch
+) -> torch.Tensor:
     """Around ``ModelRunner.sample``: replace the sampled tokens of forced rows, and their log-probabilities.
 
     Returns:

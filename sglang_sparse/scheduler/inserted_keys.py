@@ -8,9 +8,10 @@ then shows whether the remembered keys account for the whole tree.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from sglang_sparse.attention.protocols import RadixKey, RadixTree
 
 # The attribute of SGLang's tree that holds an `InsertedKeys`.
 ATTRIBUTE = "sglang_sparse_inserted"
@@ -28,7 +29,7 @@ class TreePath:
         ends: the positions at which its nodes end, ascending; the last may lie behind the key.
     """
 
-    key: Any
+    key: RadixKey
     slots: torch.Tensor
     ends: tuple[int, ...]
 
@@ -36,19 +37,16 @@ class TreePath:
 class InsertedKeys:
     """Remembers the keys that enter a tree.
 
-    Args:
-        tree: SGLang's ``UnifiedRadixCache``.
-
     Attributes:
         count: insertions so far.
     """
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: RadixTree):
         self.count = 0
         self._tree, self._keys = tree, []
         self._limit = FORGET_AT
 
-    def add(self, key: Any) -> None:
+    def add(self, key: RadixKey) -> None:
         """Remember a key that has been inserted, a ``RadixKey`` of whole pages."""
         self.count += 1
         self._keys.append(key[: len(key)])
@@ -83,7 +81,7 @@ class InsertedKeys:
         return found
 
 
-def remember_inserts(tree: Any) -> InsertedKeys:
+def remember_inserts(tree: RadixTree) -> InsertedKeys:
     """Remember what enters a tree from now on; returns where."""
     if not hasattr(tree, ATTRIBUTE):
         setattr(tree, ATTRIBUTE, InsertedKeys(tree))

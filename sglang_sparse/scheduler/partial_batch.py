@@ -19,7 +19,7 @@ class Span:
     """What of a request is encoded again, densely.
 
     Attributes:
-        request: SGLang's ``Req``.
+        request: whose tokens they are.
         start: its exact length.
         end: its length with the newest token.
     """
@@ -64,7 +64,7 @@ def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tenso
     view.seq_lens_cpu = torch.tensor(ends, dtype=torch.int64)
     view.seq_lens = to_device(ends, torch.int64, table.device)
     view.orig_seq_lens = to_device(ends, torch.int32, table.device)
-    requests = [pool_row(span.request) for span in spans]
+    requests = [row for span in spans if (row := pool_row(span.request)) is not None]
     view.req_pool_indices = to_device(requests, torch.int64, table.device)
     slots = [table[request, span.start : span.end] for request, span in zip(requests, spans, strict=True)]
     view.out_cache_loc = torch.cat(slots).to(torch.int64)

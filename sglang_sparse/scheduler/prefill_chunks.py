@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
+from sglang_sparse.attention.protocols import ForwardBatch, PrefillAdder, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
@@ -28,7 +28,7 @@ from sglang_sparse.scheduler.request_fields import prefix_len
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.attention.backend import SparseAttentionBackend
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.groups import PrefillGroups
     from sglang_sparse.scheduler.request_state import RequestState
@@ -42,7 +42,7 @@ def current_settings() -> Settings | None:
         server_args = get_server_args()
     except ValueError:
         return None
-    return settings_of(cast("Arguments", server_args))
+    return settings_of(server_args)
 
 
 def method_of(request: Req) -> PrefillGroups | None:
@@ -130,7 +130,9 @@ def limit_match(found: int, request: Req, *_: object) -> int:
     return found if method is None else method.boundary(min(found, share_limit(request, method)))
 
 
-def add_request(original: Callable[..., object], adder: Any, request: Req, *args: object, **kwargs: object) -> object:
+def add_request(
+    original: Callable[..., object], adder: PrefillAdder, request: Req, *args: object, **kwargs: object
+) -> object:
     """Around ``PrefillAdder.add_one_req``: a request's first chunk ends where it may, or waits for more budget.
 
     And it leaves room for what requests copy of their prompts, see ``room_for_a_copy``.
@@ -143,7 +145,7 @@ def add_request(original: Callable[..., object], adder: Any, request: Req, *args
     return AddReqResult.OTHER
 
 
-def add_chunk(original: Callable[..., object], adder: Any, request: Req) -> object:
+def add_chunk(original: Callable[..., object], adder: PrefillAdder, request: Req) -> object:
     """Around ``PrefillAdder.add_chunked_req``: further chunks likewise.
 
     SGLang must be given a chunk here. Where memory for a whole group is lacking it gets what there is, and the request
@@ -155,7 +157,7 @@ def add_chunk(original: Callable[..., object], adder: Any, request: Req) -> obje
     return original(adder, request)
 
 
-def _end_where_allowed(adder: Any, request: Req, memory: int = sys.maxsize) -> bool:
+def _end_where_allowed(adder: PrefillAdder, request: Req, memory: int = sys.maxsize) -> bool:
     """Set the chunk budget to what ends a chunk of the request where it may end; returns whether there is any such.
 
     That is at a boundary of the prefill method, and not within the window of the decode method.
@@ -184,7 +186,7 @@ def _end_where_allowed(adder: Any, request: Req, memory: int = sys.maxsize) -> b
     return False
 
 
-def _mixed_rows(adder: Any) -> int:
+def _mixed_rows(adder: PrefillAdder) -> int:
     """How many rows will decode together with the prompts of a pass that has none yet."""
     from sglang.srt.runtime_context import get_server_args
 
@@ -194,19 +196,19 @@ def _mixed_rows(adder: Any) -> int:
     return len(running.reqs)
 
 
-def cache_whole_groups(original: Callable[..., None], tree: Any, request: Req, *, up_to: int, **kwargs: object) -> None:
+def cache_whole_groups(
+    original: Callable[..., None], tree: RadixTree, request: Req, *, up_to: int, **kwargs: object
+) -> None:
     """Around ``UnifiedRadixCache.checkpoint``: insert whole groups; the rest stays the request's own."""
     method = sharing_method(request)
     limit = up_to if method is None else min(up_to, share_limit(request, method))
     return original(tree, request, up_to=limit, **kwargs)
 
 
-def begin(backend: Any, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
+def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
     """Tell the backend what of an extend batch is sparse.
 
     Args:
-        backend: the ``SparseAttentionBackend``.
-        forward_batch: SGLang's ``ForwardBatch``.
         batch: the ``ScheduleBatch`` that it was made from.
     """
     if backend.prefill is None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.attention.protocols import RadixKey, RadixTree
 from sglang_sparse.config.request_options import prefill_of_namespace
 from sglang_sparse.scheduler import inserted_keys
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError
@@ -81,7 +82,7 @@ def require_whole_groups(method: PrefillGroups | None, ends: Sequence[int]) -> N
             raise InexactTreeError(f"a node of the radix tree that ends with token {end - 1} cuts a group")
 
 
-def mark_lookup(original: Callable[..., object], tree: Any, params: Any) -> object:
+def mark_lookup(original: Callable[..., object], tree: RadixTree, params: Any) -> object:
     """Around ``UnifiedRadixCache.match_prefix``: look for a key whose groups are marked.
 
     SGLang may look up every waiting request in each scheduling step, so each request keeps its marked tokens.
@@ -92,7 +93,7 @@ def mark_lookup(original: Callable[..., object], tree: Any, params: Any) -> obje
     return original(tree, replace(params, key=key))
 
 
-def mark_insert(original: Callable[..., object], tree: Any, params: Any) -> object:
+def mark_insert(original: Callable[..., object], tree: RadixTree, params: Any) -> object:
     """Around ``UnifiedRadixCache.insert``: insert such a key, and remember it where the tree is to be checked."""
     key = tree_key(tree, params.key)
     result = original(tree, replace(params, key=key))
@@ -102,7 +103,7 @@ def mark_insert(original: Callable[..., object], tree: Any, params: Any) -> obje
     return result
 
 
-def tree_key(tree: Any, key: Any, before: array[int] | None = None) -> Any:
+def tree_key(tree: RadixTree, key: RadixKey, before: array[int] | None = None) -> RadixKey:
     """Return a request's key, a ``RadixKey``, as it stands in the tree; for ``before`` see `marked`."""
     settings = current_settings()
     # A tree without a pool only sorts the waiting queue.

@@ -6,7 +6,7 @@ A cached prefix is used up to the window only, and no chunk ends within it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.prompt_selection import KeepPath, PromptEnd
 from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
@@ -14,6 +14,7 @@ from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
+    from sglang_sparse.attention.backend import SparseAttentionBackend
     from sglang_sparse.config.request_options import RequestOptions
     from sglang_sparse.config.settings import Settings
 
@@ -30,7 +31,6 @@ def window_start(settings: Settings | None, request: Req) -> int | None:
 
     Args:
         settings: the server's.
-        request: SGLang's ``Req``.
     """
     if settings is None or not prompt_selectors(settings.decode.methods):
         return None
@@ -55,12 +55,10 @@ def outside(position: int, start: int | None, prompt: int, page_size: int) -> in
     return start // page_size * page_size
 
 
-def begin(backend: Any, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
+def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
     """Tell the backend which prompts a pass completes; copies that are due are launched before it.
 
     Args:
-        backend: the ``SparseAttentionBackend``.
-        forward_batch: SGLang's ``ForwardBatch``.
         batch: the ``ScheduleBatch`` that it was made from.
     """
     prefills = batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False)

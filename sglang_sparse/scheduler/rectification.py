@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.protocols import Req, ScheduleBatch
+from sglang_sparse.attention.protocols import ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
 from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
 from sglang_sparse.scheduler.request_fields import committed_len
@@ -95,12 +95,14 @@ class Rectification:
         return [row for row in range(len(self.outer_batch.reqs)) if row not in due]
 
 
-def pass_tokens(server_args: Any) -> int:
+def pass_tokens(server_args: object) -> int:
     """Most tokens of a pass: a chunk of prefill, for which SGLang keeps memory."""
     return prefill_chunk(server_args) or sys.maxsize
 
 
-def plan_step(settings: Settings, batch: Any, max_tokens: int, divide: Divide | None = None) -> Rectification | None:
+def plan_step(
+    settings: Settings, batch: ScheduleBatch, max_tokens: int, divide: Divide | None = None
+) -> Rectification | None:
     """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
 
     They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``.
@@ -124,7 +126,9 @@ def plan_step(settings: Settings, batch: Any, max_tokens: int, divide: Divide | 
     return Rectification(batch, due, spans, late, parts)
 
 
-def run_step(original: Callable[..., object], worker: Any, batch: Any, *args: object, **kwargs: object) -> object:
+def run_step(
+    original: Callable[..., object], worker: ModelWorker, batch: ScheduleBatch | None, *args: object, **kwargs: object
+) -> object:
     """Around ``TpModelWorker.forward_batch_generation``: launch a decode step, with rectification where due."""
     settings = settings_of(worker.server_args)
     if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
@@ -149,7 +153,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     if settings_of(runner.server_args) is not None and not runner.is_draft_worker:
         runner.attn_backend.begin(forward_batch)
         step = runner.attn_backend.rectifying
-    if step is None:
+    if not isinstance(step, Rectification):
         return original(runner, forward_batch, *args, **kwargs)
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -209,7 +213,7 @@ def _count(counts: RectifyCounts, step: Rectification, second_pass: bool) -> Non
         counts.max_delay_steps = max(counts.max_delay_steps, late)
 
 
-def finish_exactly(original: Callable[..., None], scheduler: Any, batch: ScheduleBatch, result: Any) -> None:
+def finish_exactly(original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: object) -> None:
     """Around ``Scheduler.process_batch_result``: with ``rectify_on_finish``, make finished requests exact to the end.
 
     Their release is held back until this step's results are processed, then all their tails are re-encoded, at most
@@ -250,7 +254,7 @@ def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list
     return groups
 
 
-def hold_release(original: Callable[..., None], request: Req, tree_cache: Any, *, checkpoint: bool) -> None:
+def hold_release(original: Callable[..., None], request: Req, tree_cache: RadixTree, *, checkpoint: bool) -> None:
     """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet.
 
     One that is compacted has nothing to insert: its row no longer begins with its prompt.
@@ -275,10 +279,10 @@ def hold_release(original: Callable[..., None], request: Req, tree_cache: Any, *
     return None
 
 
-def _rectify_tails(scheduler: Any, batch: ScheduleBatch, spans: list[Span]) -> None:
+def _rectify_tails(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    runner = scheduler.tp_worker.model_runner
+    runner: Any = scheduler.tp_worker.model_runner
     counts = runner.attn_backend.counters.rectify
     counts.finish_passes += 1
     counts.finish_tokens += sum(span.tokens for span in spans)
@@ -294,7 +298,7 @@ def _rectify_tails(scheduler: Any, batch: ScheduleBatch, spans: list[Span]) -> N
         scheduler._apply_war_barrier()
 
 
-def _keep_unsampled_logits(scheduler: Any) -> None:
+def _keep_unsampled_logits(scheduler: Scheduler) -> None:
     """Copy the logits of a step in flight whose sampling waits for a grammar: they are in a graph's output buffer."""
     for _, result in scheduler.result_queue:
         if result.delay_sample_func is not None and result.logits_output is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang_sparse.attention.protocols import Req
+from sglang_sparse.attention.protocols import RadixTree, Req
 
 
-def pool_row(request: Req) -> int:
+def pool_row(request: Req) -> int | None:
     """Return a request's row in ``req_to_token``; None where it holds no KV."""
     return request.kv.req_pool_idx
 
@@ -40,7 +38,7 @@ def locked_node(request: Req) -> int | None:
     return None if request.lock is None else request.lock.node
 
 
-def leave_tree(request: Req, tree: Any, own_from: int) -> None:
+def leave_tree(request: Req, tree: RadixTree, own_from: int) -> None:
     """Give up a request's lock of the tree: from now on its own pages begin at ``own_from``."""
     tree.unlock(request.lock)
     request.lock = request.last_node = None
@@ -48,6 +46,6 @@ def leave_tree(request: Req, tree: Any, own_from: int) -> None:
     request.kv.cache_protected_len = own_from
 
 
-def free_tokens(request: Req, tree: Any, start: int, end: int) -> None:
+def free_tokens(request: Req, tree: RadixTree, start: int, end: int) -> None:
     """Free the slots of a request's tokens from ``start``, the beginning of a page, up to ``end``."""
     tree.free_kv_row(request.kv, [(start, end)])
