@@ -15,6 +15,8 @@ from sglang_sparse.methods.dsa.decode import NATIVE, PORTABLE, Dsa, DsaConfig
 from sglang_sparse.methods.groups import DecodeGroups
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_sparse.config.arguments import Arguments
     from sglang_sparse.config.settings import Settings
 
@@ -26,7 +28,7 @@ SLOT = "tilelang"
 STAGE_FLAGS: Mapping[str, str] = {"dsa_topk_backend": "topk", "dsa_paged_mqa_logits_backend": "indexer"}
 
 
-def require_dtype(args: Arguments, settings: Settings, dtype: Any, gpu: bool) -> None:
+def require_dtype(args: Arguments, settings: Settings, dtype: torch.dtype, gpu: bool) -> None:
     """Refuse a model that would not run in bfloat16 on a GPU, by its checkpoint or ``--dtype``.
 
     Args:
@@ -78,7 +80,7 @@ def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str]
             )
 
 
-def replace_tilelang_backend(args: Any, settings: Settings) -> None:
+def replace_tilelang_backend(args: Arguments, settings: Settings) -> None:
     """Let the portable attention replace SGLang's tilelang backend.
 
     Args:
@@ -100,7 +102,7 @@ def replace_tilelang_backend(args: Any, settings: Settings) -> None:
         args.kv_cache_dtype = "bfloat16"
 
 
-def keep_replaced_backend(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, Any]:
+def keep_replaced_backend(original: Callable[..., dict[str, object]], args: object) -> dict[str, object]:
     """Around ``_dsa_split_backend_resolution``: declare nothing if the portable attention has replaced the backend.
 
     SGLang would change it for float8 latents, which its own tilelang backend reads on some GPUs only.
@@ -183,7 +185,7 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
     return replace(settings, decode=DecodeGroups(settings.decode.names, [method]))
 
 
-def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:
+def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
     """Return this machine's facts. For a GPU elsewhere assume the best one: all others refuse what it refuses."""
     import torch
 

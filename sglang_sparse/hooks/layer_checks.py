@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.methods.config import SparseArgumentError
 from sglang_sparse.methods.layers import parse_layers
 
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
 
-def require_layers(settings: Settings, model: Any, model_config: Any) -> None:
+
+def require_layers(settings: Settings, model: torch.nn.Module, model_config: Any) -> None:
     """Refuse a model with a sparse layer whose attention the kernels do not compute.
 
     Args:
         settings: the server's methods.
         model: the loaded ``torch.nn.Module``.
-        model_config: SGLang's ``ModelConfig``.
 
     Raises:
         SparseArgumentError: names the flag, the layer, what it has, what is allowed, and what to type.
@@ -53,7 +56,7 @@ def require_layers(settings: Settings, model: Any, model_config: Any) -> None:
         )
 
 
-def _found(model: Any, dims: tuple[int, int] | None) -> dict[int, str]:
+def _found(model: torch.nn.Module, dims: tuple[int, int] | None) -> dict[int, str]:
     """What each layer has that is not served, by its id; empty for a layer that is."""
     found: dict[int, str] = {}
     owners: dict[int, str] = {}
@@ -71,7 +74,7 @@ def _found(model: Any, dims: tuple[int, int] | None) -> dict[int, str]:
     return found
 
 
-def _attentions(model: Any) -> Iterator[tuple[str, Any]]:
+def _attentions(model: torch.nn.Module) -> Iterator[tuple[str, RadixAttention]]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     for name, module in model.named_modules():
@@ -82,7 +85,7 @@ def _attentions(model: Any) -> Iterator[tuple[str, Any]]:
         yield f"attention_instances[{layer.layer_id}]", layer
 
 
-def _reasons(layer: Any, dims: tuple[int, int] | None) -> list[str]:
+def _reasons(layer: RadixAttention, dims: tuple[int, int] | None) -> list[str]:
     kind, own = layer.attn_type.value, (layer.qk_head_dim, layer.v_head_dim)
     reasons = {
         "cross attention": layer.is_cross_attention,

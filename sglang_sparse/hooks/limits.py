@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_sparse.methods.support import FlagLimit
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.arguments import Arguments, ModelConfig
 
 # By the method's kind of attention. SGLang's other MLA backends rotate queries and keys themselves, or write the
 # latents within their own kernels.
@@ -19,7 +22,7 @@ GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names
 # SGLang's torch_native reads a prompt's keys from the pool, which has one latent for all heads of an MLA model: the
 # first request ends the server. The CPU platform sends prompts another way.
 _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
-Judge = Callable[[Any], object | None]
+Judge = Callable[["Arguments"], object | None]
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
@@ -36,7 +39,7 @@ class ModelLimit:
     """
 
     name: str
-    applies: Callable[[Any], bool]
+    applies: Callable[[ModelConfig], bool]
     reason: str
     own_selection: bool = False
 
@@ -190,13 +193,13 @@ PREFILL_LIMITS = (
 )
 
 
-def _mamba_like(model: Any) -> bool:
+def _mamba_like(model: ModelConfig) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model) is not None
 
 
-def _own_sparse_attention(model: Any) -> bool:
+def _own_sparse_attention(model: ModelConfig) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
     from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 
@@ -207,15 +210,15 @@ def _own_sparse_attention(model: Any) -> bool:
     return own or any(asks(config) for asks in known)
 
 
-def _soft_cap(model: Any) -> bool:
+def _soft_cap(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
-def _sinks(model_config: Any) -> bool:
+def _sinks(model_config: ModelConfig) -> bool:
     return bool(model_config.has_attention_sinks)
 
 
-def _repeated_layers(model: Any) -> bool:
+def _repeated_layers(model: ModelConfig) -> bool:
     return model.num_attention_layers != model.num_hidden_layers
 
 
@@ -239,7 +242,7 @@ MODEL_LIMITS = (
 )
 
 
-def _windowed(model: Any) -> bool:
+def _windowed(model: ModelConfig) -> bool:
     config = model.hf_text_config
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
 

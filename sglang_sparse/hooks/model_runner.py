@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +20,13 @@ from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
 
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: ModelRunner, dense: Any) -> Any:
+
+def wrap_attention_backend(
+    original: Callable[[ModelRunner, object], AttentionBackend], runner: ModelRunner, dense: object
+) -> AttentionBackend:
     """Around ``attn_backend_wrapper``: wrap the dense backend of a sparse server.
 
     Raises:
@@ -48,7 +53,7 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: ModelRun
     return wrapped
 
 
-def hook_method(original: Callable[[Any], None], runner: ModelRunner) -> None:
+def hook_method(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:
     """Around ``ModelRunner.load_model``: apply the hooks of the server's method before its model binds the functions.
 
     Weights that SGLang has downloaded by then are checked afterwards, and so are the layers: the main process could not

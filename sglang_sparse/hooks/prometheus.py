@@ -20,7 +20,10 @@ from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.config.settings import settings_of
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+
     from sglang_sparse.attention.counters import Counters
+    from sglang_sparse.attention.protocols import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +148,7 @@ class DeviceCopy:
             whole passes only.
     """
 
-    def __init__(self, sources: Sequence[torch.Tensor], stream: Any = None):
+    def __init__(self, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream | None = None):
         self._sources = sources
         self._stream = stream
         cuda = sources[0].is_cuda
@@ -276,7 +279,7 @@ class IntervalReport:
             logger.info(interval.line(self._counters.decodes))
 
 
-def start(info: dict[str, Any], scheduler: Any, *_: object) -> None:
+def start(info: dict[str, object], scheduler: Scheduler, *_: object) -> None:
     """After ``Scheduler.get_init_info``: create the metrics, on a rank that reports."""
     if settings_of(scheduler.server_args) is None:
         return
@@ -291,7 +294,7 @@ def start(info: dict[str, Any], scheduler: Any, *_: object) -> None:
     setattr(reporter, ATTRIBUTE, report)
 
 
-def follow(_: None, reporter: Any, *args: object, **kwargs: object) -> None:
+def follow(_: None, reporter: SchedulerMetricsReporter, *args: object, **kwargs: object) -> None:
     """After ``SchedulerMetricsReporter.report_decode_stats``, which runs after every decode step but reports rarely."""
     report: IntervalReport | None = getattr(reporter, ATTRIBUTE, None)
     if report is not None:

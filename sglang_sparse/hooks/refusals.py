@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.kv_scales import is_float8
 from sglang_sparse.config.layer_rules import require_range
@@ -32,7 +32,7 @@ from sglang_sparse.methods.roles import prompt_selectors
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.arguments import Arguments, ModelConfig
 
 
 def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:
@@ -108,13 +108,12 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
                 )
 
 
-def require_interval(interval: int, args: Arguments, model: Any) -> None:
+def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None:
     """Refuse an interval that this server cannot serve, from its config or from a request.
 
     Args:
         interval: tokens between rectifications; 0 is always served.
         args: the server's, resolved.
-        model: SGLang's ``ModelConfig``.
 
     Raises:
         ValueError: it is longer than the context or a chunk of prefill, which bound the reserved memory, or the server
@@ -274,13 +273,12 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
         raise SparseArgumentError(f"{asked} does not fit {architecture}: {reason}")
 
 
-def require_weights(args: Arguments, settings: Settings, model: Any) -> None:
+def require_weights(args: Arguments, settings: Settings, model: ModelConfig) -> None:
     """Refuse weights that do not fit the decode method, as far as they are local.
 
     Args:
         args: the server's.
         settings: the methods.
-        model: SGLang's ``ModelConfig``.
 
     Raises:
         SparseArgumentError: names the architecture and the reason.
@@ -349,7 +347,7 @@ def _has_scales(args: Arguments) -> bool:
     return any(each.get(name) for each in _quantizations(args) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
 
 
-def _quantizations(args: Arguments) -> list[Mapping[str, Any]]:
+def _quantizations(args: Arguments) -> list[Mapping[str, object]]:
     """Return a checkpoint's quantizations, from its config and from ModelOpt's file."""
     config = getattr(args.get_model_config(), "hf_config", None)
     found = [getattr(config, name, None) for name in ("quantization_config", "compression_config")]
@@ -359,7 +357,7 @@ def _quantizations(args: Arguments) -> list[Mapping[str, Any]]:
     return [each if isinstance(each, Mapping) else each.to_dict() for each in found if each]
 
 
-def _makes_float8(quantization: Mapping[str, Any]) -> bool:
+def _makes_float8(quantization: Mapping[str, object]) -> bool:
     """Whether SGLang makes a KV cache of dtype auto float8: only for ModelOpt's quantization, which names an algo."""
     if "quant_algo" not in quantization:
         return False

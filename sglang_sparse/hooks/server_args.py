@@ -95,7 +95,7 @@ def _publish_prefill_config(server_args: Arguments, settings: Settings) -> None:
         server_args.sparse_prefill_config = json.dumps(settings.prefill_resolved)
 
 
-def refuse_model(record: Any, previous: Callable[[Any], None]) -> None:
+def refuse_model(record: object, previous: Callable[[object], None]) -> None:
     """Around SGLang's step ``handle_model_source_paths``: check the model before SGLang resolves arguments for it.
 
     Raises:
@@ -127,7 +127,7 @@ def resolve(server_args: Arguments) -> Settings:
     return build(names[0], fields, names[1], prefill, checkpoint=lambda: _config_json(server_args))
 
 
-def _config_json(server_args: Arguments) -> dict[str, Any]:
+def _config_json(server_args: Arguments) -> dict[str, object]:
     from transformers import PretrainedConfig
 
     try:

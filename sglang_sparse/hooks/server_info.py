@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_sparse.attention.counters import KEY
+from sglang_sparse.attention.protocols import Scheduler
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
 
 
-def report_active(info: dict[str, Any], scheduler: Any, *_: object) -> None:
+def report_active(info: dict[str, object], scheduler: Scheduler, *_: object) -> None:
     """After ``Scheduler.get_init_info``: report the methods if the sparse backend runs.
 
     Raises:
@@ -28,7 +30,9 @@ def report_active(info: dict[str, Any], scheduler: Any, *_: object) -> None:
             info["sparse_prefill_method"] = arguments.of(scheduler.server_args).sparse_prefill_method
 
 
-def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: object, **__: object) -> None:
+def require_active_schedulers(
+    result: Iterable[object], cls: type, server_args: object, *_: object, **__: object
+) -> None:
     """After ``Engine._launch_subprocesses``: end the start when a scheduler runs dense.
 
     Raises:
@@ -49,7 +53,7 @@ def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: obje
             )
 
 
-def add_internal_state(output: Any, scheduler: Any, *_: object) -> None:
+def add_internal_state(output: Any, scheduler: Scheduler, *_: object) -> None:
     """After ``Scheduler.get_internal_state``: add the counters under ``sparse``."""
     if settings_of(scheduler.server_args) is not None:
         output.internal_state[KEY] = scheduler.tp_worker.model_runner.attn_backend.counters.snapshot()
