@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -47,12 +47,12 @@ class Method(Protocol):
         ...
 
     @staticmethod
-    def run(args: argparse.Namespace) -> dict[str, Any]:
+    def run(args: argparse.Namespace) -> dict[str, object]:
         """Measure, and return the config to write; raises CalibrationError or SparseArgumentError."""
         ...
 
     @staticmethod
-    def conclude(config: dict[str, Any], args: argparse.Namespace) -> None:
+    def conclude(config: dict[str, object], args: argparse.Namespace) -> None:
         """Show what was found, once the file is written."""
         ...
 

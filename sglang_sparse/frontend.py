@@ -93,7 +93,7 @@ FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def options(**fields: Unpack[Options]) -> dict[str, Any]:
+def options(**fields: Unpack[Options]) -> dict[str, object]:
     """Return the ``custom_params`` of a request; what is left out, or None, is as the server has it.
 
     Types are checked here; ranges, and whether its method has a field, by the server, which answers with status 400.
@@ -163,7 +163,7 @@ def _endpoint_class() -> Any:
     from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 
     class SparseEndpoint(RuntimeEndpoint):
-        custom_params: dict[str, Any]
+        custom_params: dict[str, object]
 
         def cache_prefix(self, prefix_str: str) -> None:
             nothing: Any = SimpleNamespace(images_=[], default_sampling_para=None)

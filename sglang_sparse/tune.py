@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -43,6 +43,7 @@ from sglang_sparse.tools.tune_bench import (
     write,
 )
 
+T = TypeVar("T")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -96,8 +97,8 @@ def _shape(text: str) -> tuple[int, int, int]:
     return heads[0], heads[1], heads[2]
 
 
-def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
+def _list(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    def parse(text: str) -> list[T]:
         return [kind(part) for part in text.split(",")]
 
     parse.__name__ = "list"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -28,7 +27,7 @@ class Sparse(_Table):
     """A method of one phase and its config, as the server's flags take them."""
 
     method: str
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: dict[str, object] = Field(default_factory=dict)
 
 
 class Measured(_Table):
@@ -82,7 +81,7 @@ class Recipe(_Table):
     mem_fraction_static: float = Field(gt=0, lt=1)
     before: list[str] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
-    flags: dict[str, bool | int | float | str | dict[str, Any]] = Field(default_factory=dict)
+    flags: dict[str, bool | int | float | str | dict[str, object]] = Field(default_factory=dict)
     decode: Sparse | None = None
     prefill: Sparse | None = None
     measured: list[Measured] = Field(default_factory=list)
@@ -96,7 +95,7 @@ class Recipe(_Table):
 
     @field_validator("flags")
     @classmethod
-    def _flags_are_further_ones(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _flags_are_further_ones(cls, value: dict[str, object]) -> dict[str, object]:
         for name, given in value.items():
             if name in _OWN_FLAGS or name.startswith("sparse-"):
                 raise ValueError(f"{name} has its own field; allowed: flags without one")
@@ -107,7 +106,7 @@ class Recipe(_Table):
     def arguments(self) -> list[str]:
         """Return the words after ``python -m sglang.launch_server``."""
         own = (self.model_path, self.gpus, self.context_length, self.mem_fraction_static)
-        sparse: dict[str, Any] = {}
+        sparse: dict[str, object] = {}
         for name, asked in (("sparse", self.decode), ("sparse-prefill", self.prefill)):
             if asked is not None:
                 sparse[f"{name}-method"] = asked.method
@@ -127,7 +126,7 @@ class Recipe(_Table):
         return build(*methods, checkpoint=lambda: STAND_IN)
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(name: str, value: object) -> list[str]:
     if value is True:
         return [f"--{name}"]
     return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
@@ -145,7 +144,7 @@ def _explain(origin: str, error: ValidationError) -> str:
             what = "unknown" if detail["type"] == "extra_forbidden" else "missing"
             message = f"{what} key {'.'.join(where)!r}, allowed: {', '.join(table.model_fields)}"
         else:
-            message = explain_value({**detail, "loc": [".".join(where)]})
+            message = explain_value({**detail, "loc": (".".join(where),)})
         messages.append(message)
     return f"{origin}: {'; '.join(messages)}"
 

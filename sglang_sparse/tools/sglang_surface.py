@@ -124,7 +124,7 @@ def _name(node: ast.AST) -> str:
 
 
 @cache
-def _known(owner: type[Any]) -> set[str]:
+def _known(owner: type[object]) -> set[str]:
     """Names that a class, or one that it derives from, defines, annotates or assigns to ``self``."""
     known: set[str] = set()
     for base in owner.__mro__:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.machine import Gpu
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.prefill import PrefillMethod
 
 # Flags of a server that some methods support; the others are in ``limits.FLAG_LIMITS``.
-FLAGS: tuple[Mapping[str, Any], ...] = (
+FLAGS: tuple[Mapping[str, object], ...] = (
     {"tp_size": 2},
     {"disable_radix_cache": True},
     {"chunked_prefill_size": -1},
@@ -74,7 +74,7 @@ class Method:
         """Its name in tables, with a suffix for a prefill method that shares a decode method's name."""
         return f"{self.name} (prefill)" if self.prefill and self.name in registry.decode_methods() else self.name
 
-    def takes(self, fields: Mapping[str, Any]) -> bool:
+    def takes(self, fields: Mapping[str, object]) -> bool:
         """Whether its config has these fields."""
         return set(fields) <= set(load(self).config_class.model_fields)
 
@@ -91,7 +91,7 @@ class Place:
 
     kind: str
     gpu: Gpu
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Answer:
     """
 
     served: bool
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, object] = dataclasses.field(default_factory=dict)
     reason: str | None = None
 
 
@@ -139,7 +139,7 @@ def _registered() -> tuple[Method, ...]:
     )
 
 
-def flag_text(changes: Mapping[str, Any]) -> str:
+def flag_text(changes: Mapping[str, object]) -> str:
     """Return fields of ``ServerArgs`` in the form of a command line."""
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in changes.items()
@@ -153,14 +153,14 @@ def _checkpoint(kind: str) -> TemporaryDirectory[str]:
     return folder
 
 
-def _server(kind: str, changes: Mapping[str, Any]) -> Arguments:
+def _server(kind: str, changes: Mapping[str, object]) -> Arguments:
     """Return SGLang's arguments unresolved, since resolving would inspect this machine."""
     from sglang_sparse.hooks.server_args import SparseServerArgs
 
     return arguments.of(SparseServerArgs(**{"model_path": _checkpoint(kind).name, **changes}))
 
 
-def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> str | None:
+def refusal(method: Method, place: Place, changes: Mapping[str, object] | None = None) -> str | None:
     """Return why a server would not start with a method, or None.
 
     Args:
@@ -176,12 +176,12 @@ def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = No
     return refusals.refusal(args, settings, place.gpu, stand_in=True)
 
 
-def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[Arguments, Settings]:
+def _asked(method: Method, place: Place, changes: Mapping[str, object]) -> tuple[Arguments, Settings]:
     fields = dict(place.fields)
     if "page_size" in changes and not method.prefill:
         fields["page_size"] = changes["page_size"]
     config = "sparse_prefill_config" if method.prefill else "sparse_config"
-    args: Any = _server(place.kind, {method.option: method.name, config: fields, **changes})
+    args = _server(place.kind, {method.option: method.name, config: fields, **changes})
     settings = build(
         args.sparse_method,
         args.sparse_config or {} if args.sparse_method else page_size_fields(args),
@@ -201,7 +201,7 @@ def stages(method: Method, place: Place) -> Mapping[str, str]:
     return getattr(dsa_flags.choose_kernels(args, settings, place.gpu).method, "stages", {})
 
 
-def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:
+def answer(method: Method, place: Place, changes: Mapping[str, object] | None = None) -> Answer:
     """Ask whether a method supports some changes, and with which fields of its config.
 
     Args:
@@ -232,7 +232,7 @@ def place_of(method: Method) -> Place:
     return Place(next(iter(KINDS)), False)
 
 
-def flag_answer(method: Method, flag: Mapping[str, Any], place: Place | None = None) -> Answer:
+def flag_answer(method: Method, flag: Mapping[str, object], place: Place | None = None) -> Answer:
     """Ask whether a method supports a flag, by default in ``place_of(method)``."""
     return answer(method, place or place_of(method), flag)
 
@@ -264,14 +264,14 @@ def partners(method: Method) -> tuple[str, ...]:
 
 
 # By method, the fields of a second rule that differs from the first one.
-OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
+OTHER_FIELDS: Mapping[str, Mapping[str, object]] = {
     "resa": {"active_ratio": 0.2},
     "robsa": {"theta1": 0.8},
     "rocketkv": {"topk": 32},
     "skip_softmax": {"threshold_scale_factor": {"decode": 50}},
     "dsa": {"implementation": "portable"},
 }
-OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, Any]] = {
+OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, object]] = {
     "anchor": {"theta": 8.0},
     "skip_softmax": {"threshold_scale_factor": 50.0},
 }
@@ -285,11 +285,11 @@ def rule_partners(method: Method) -> tuple[str, ...]:
     """
     names = registry.prefill_methods() if method.prefill else registry.decode_methods()
     fields = (OTHER_PREFILL_FIELDS if method.prefill else OTHER_FIELDS).get(method.name, {})
-    others: dict[str, Any] = {"dense": "dense", "itself with other fields": fields}
+    others: dict[str, object] = {"dense": "dense", "itself with other fields": fields}
     others |= {name: {"method": name} for name in names if name != method.name}
     place = place_of(method)
 
-    def served(rule: Any) -> bool:
+    def served(rule: object) -> bool:
         fields = {**place.fields, "layers": {"0-3": {}, "4-": rule}}
         fields |= UNRECTIFIED if method.takes(UNRECTIFIED) else {}
         places = (dataclasses.replace(place, fields=fields, gpu=gpu) for gpu in (True, False))

@@ -112,9 +112,14 @@ def flash_attention_3(step: Step) -> Run:
     if step.model.kv_dtype != torch.bfloat16:
         raise ImportError("FA3 wants queries of the KV dtype")
     lengths = torch.full_like(step.rows.n_pages, step.context)
-    table: dict[str, Any] = {"page_table": step.rows.page_table, "cache_seqlens": lengths}
+    table = step.rows.page_table
     return lambda layer: flash_attn_with_kvcache(
-        step.queries[layer][:, None], *step.paged(layer), softmax_scale=step.scale, causal=True, **table
+        step.queries[layer][:, None],
+        *step.paged(layer),
+        softmax_scale=step.scale,
+        causal=True,
+        page_table=table,
+        cache_seqlens=lengths,
     )
 
 
@@ -241,7 +246,7 @@ def crossing(points: Iterable[Point]) -> int:
     return -(-max(found) // STEP) * STEP
 
 
-def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str, overhead: float) -> dict[str, Any]:
+def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str, overhead: float) -> dict[str, object]:
     """What `sglang_sparse.attention.crossover` looks up, and what it was made from.
 
     Raises:
@@ -258,14 +263,14 @@ def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str,
     }
 
 
-def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+def write(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
     """Put entries into a table, replacing those for the same GPU, shape and share of the pages.
 
     Raises:
         TuneError: the file is no such table.
     """
 
-    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    def key(row: Mapping[str, object]) -> tuple[object, ...]:
         return tuple(row[name] for name in crossover.KEY)
 
     try:

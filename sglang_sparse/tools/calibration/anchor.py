@@ -159,7 +159,7 @@ def choose(kept: Sequence[Kept], target: float, floor: float) -> int | None:
     return places[0] if places else None
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, object]:
     """Measure and choose.
 
     Returns:
@@ -228,6 +228,6 @@ def _require_lengths(lengths: Sequence[int], dense_below: int, context: int) -> 
         raise CalibrationError(f"--lengths {lengths[-1]}: the model's context is {context} tokens")
 
 
-def conclude(config: dict[str, Any], args: argparse.Namespace) -> None:
+def conclude(config: dict[str, object], args: argparse.Namespace) -> None:
     """Print what was found."""
     report(config)

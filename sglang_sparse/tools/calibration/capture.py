@@ -110,7 +110,7 @@ def model_facts(path: str, trust_remote_code: bool = False, revision: str | None
         return ModelFacts(config_class.from_pretrained(path, **options))
 
 
-def _loader(path: str, trust_remote_code: bool, revision: str | None) -> tuple[Any, Any, dict[str, Any]]:
+def _loader(path: str, trust_remote_code: bool, revision: str | None) -> tuple[Any, Any, dict[str, object]]:
     """Classes of transformers that read a checkpoint's config and its model, and what to give them.
 
     Its own code goes before that of a checkpoint, which as a rule does not let attention be captured.
@@ -118,7 +118,7 @@ def _loader(path: str, trust_remote_code: bool, revision: str | None) -> tuple[A
     import transformers
 
     config, _ = transformers.PretrainedConfig.get_config_dict(path, revision=revision)
-    options: dict[str, Any] = {"revision": revision}
+    options: dict[str, object] = {"revision": revision}
     own = getattr(transformers, (config.get("architectures") or [""])[0], None)
     # Kimi-K2 gives DeepSeek-V3's architecture another type, which transformers does not know.
     if own is not None and own.config_class.model_type != config.get("model_type"):

@@ -124,7 +124,7 @@ class Prompts:
         except (ValueError, TypeError, KeyError, TemplateError) as error:
             raise CalibrationError(f"{origin}: the model's chat template refuses it: {error}") from error
 
-    def _chat(self, messages: Sequence[Any]) -> list[int]:
+    def _chat(self, messages: Sequence[object]) -> list[int]:
         return self.encode(
             str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         )

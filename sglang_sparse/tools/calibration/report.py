@@ -16,13 +16,13 @@ COMPARED = (0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
 Measured = Mapping[int, Mapping[int, Kept]]
 
 
-def layer_rows(measured: Measured, places: Mapping[int, int | None]) -> list[dict[str, Any]]:
+def layer_rows(measured: Measured, places: Mapping[int, int | None]) -> list[dict[str, object]]:
     """What the chosen thetas keep, a row for each layer and length; sparsity and recall are shares."""
     rows = []
     for layer, place in places.items():
         for length, by_layer in measured.items():
             kept = by_layer[layer]
-            row: dict[str, Any] = {"layer": layer, "length": length}
+            row: dict[str, object] = {"layer": layer, "length": length}
             if place is None:
                 row |= {"theta": ALL_KEYS, "recall": 1.0, "worst_head_recall": 1.0, "sparsity": 0.0}
             else:
@@ -37,7 +37,7 @@ def layer_rows(measured: Measured, places: Mapping[int, int | None]) -> list[dic
     return rows
 
 
-def same_theta_rows(measured: Measured) -> list[dict[str, Any]]:
+def same_theta_rows(measured: Measured) -> list[dict[str, object]]:
     """What one theta for all layers would keep, mean over layers: a row for each of some thetas and each length."""
     rows = []
     for length, by_layer in measured.items():

@@ -114,7 +114,7 @@ def check(args: argparse.Namespace) -> None:
         raise CalibrationError(f"--lengths {args.lengths[0]}: allowed is more than {MAX_QUERIES}")
 
 
-def fields_of(args: argparse.Namespace) -> dict[str, Any]:
+def fields_of(args: argparse.Namespace) -> dict[str, object]:
     """What the user gave of the server's config.
 
     Raises:
@@ -128,7 +128,7 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def base_config(fields: dict[str, Any], model: ModelFacts) -> RobsaConfig:
+def base_config(fields: dict[str, object], model: ModelFacts) -> RobsaConfig:
     """The config whose selection is judged.
 
     Raises:
@@ -141,7 +141,7 @@ def base_config(fields: dict[str, Any], model: ModelFacts) -> RobsaConfig:
     return cast("RobsaConfig", build("robsa", {**fields, "calibration": EMPTY}).config)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, object]:
     """Measure.
 
     Returns:
@@ -255,7 +255,7 @@ def summary(
     )
 
 
-def conclude(config: dict[str, Any], args: argparse.Namespace) -> None:
+def conclude(config: dict[str, object], args: argparse.Namespace) -> None:
     """Print and plot what was found; what an interruption would have needed goes."""
     found = cast("RobsaConfig", build("robsa", config).config)
     assert isinstance(found.calibration, RopeCalibration)

@@ -33,7 +33,7 @@ class Partial:
         CalibrationError: the file is of another run.
     """
 
-    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, run: Mapping[str, object]) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path.exists() else []
         # An interruption may have cut the last one. What follows a broken row would be taken for other prompts'.
@@ -49,14 +49,14 @@ class Partial:
         whole.write_text("".join(json.dumps(row) + "\n" for row in (run, *self.rows)))
         os.replace(whole, path)
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Mapping[str, object]) -> None:
         """Keep the next prompt's."""
-        self.rows.append(row)
+        self.rows.append(dict(row))
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _parsed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _parsed(lines: Sequence[str]) -> Iterator[dict[str, object]]:
     """The rows up to the first line that is none."""
     for line in lines:
         try:

@@ -97,7 +97,7 @@ def use(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, object]:
     """Measure and fit.
 
     Returns:
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return summary(of_length, partial.rows, about)
 
 
-def _given(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def _given(args: argparse.Namespace) -> tuple[dict[str, object], dict[str, object]]:
     """The fields of both configs, but for what is measured."""
     both = read_config(args.sparse_config, CONFIG_FLAG), read_config(args.sparse_prefill_config, PREFILL_FLAG)
     decode, prefill = ({name: one[name] for name in one if name not in MEASURED} for one in both)
@@ -219,10 +219,10 @@ def measure(
     total, desc = len(prompts) * number, "sglang_sparse.calibrate"
     with tqdm(total=total, initial=done * number, desc=desc, unit="layer") as bar:
         for tokens in prompts[done:]:
-            row: dict[str, list[Any]] = {phase: [] for phase in PHASES}
+            row: dict[str, list[Skipped]] = {phase: [] for phase in PHASES}
             ends = prefill.dense_below, prefill.dense_from(len(tokens))
 
-            def visit(captured: Captured, row: dict[str, list[Any]] = row, sparse: tuple[int, int] = ends) -> None:
+            def visit(captured: Captured, row: dict[str, list[Skipped]] = row, sparse: tuple[int, int] = ends) -> None:
                 if captured.layer in layers["prefill"]:
                     row["prefill"].append(_finite(captured, skipped_in_prefill(captured, *sparse, FACTORS)))
                 if captured.layer in layers["decode"]:
@@ -240,7 +240,7 @@ def _finite(captured: Captured, found: Skipped) -> Skipped:
     return found
 
 
-def points(lengths: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Point]:
+def points(lengths: Sequence[int], rows: Sequence[Sequence[Sequence[Any]]]) -> list[Point]:
     """What was measured in one phase, of prompts of these lengths; ``rows`` has the fields of `Skipped` by layer."""
     found = []
     for length in sorted(set(lengths)):
@@ -267,13 +267,13 @@ def points(lengths: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Point]
     return found
 
 
-def summary(lengths: Sequence[int], rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
+def summary(lengths: Sequence[int], rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, object]:
     """The file: the table that a checkpoint of Model Optimizer has, and what it comes from.
 
     Raises:
         CalibrationError: see `fit`.
     """
-    scale: dict[str, Any] = {"formula": FORMULA}
+    scale: dict[str, object] = {"formula": FORMULA}
     phases = {}
     for phase in PHASES:
         try:
