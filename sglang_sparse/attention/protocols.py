@@ -10,22 +10,20 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.configs import model_config
-    from sglang.srt.managers import schedule_policy
-    from sglang.srt.managers.schedule_batch import ReqKvInfo
+    from sglang.srt.managers import schedule_batch, schedule_policy
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
-    from sglang.srt.mem_cache import radix_cache
+    from sglang.srt.mem_cache import radix_cache, unified_radix_cache
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_sparse.attention.backend import SparseAttentionBackend
 
-# SGLang's own where no other thing takes their place.
+# SGLang's own classes, where nothing less will do.
 ModelConfig: TypeAlias = "model_config.ModelConfig"
 PrefillAdder: TypeAlias = "schedule_policy.PrefillAdder"
 RadixKey: TypeAlias = "radix_cache.RadixKey"
-RadixTree: TypeAlias = "UnifiedRadixCache"
+RadixTree: TypeAlias = "unified_radix_cache.UnifiedRadixCache"
 
 
 class RadixAttention(Protocol):
@@ -101,7 +99,7 @@ class Req(Protocol):
     output_ids: Sequence[int]
     full_untruncated_fill_ids: Sequence[int]
     sampling_params: SamplingParams
-    kv: ReqKvInfo
+    kv: schedule_batch.ReqKvInfo
     prefix_len: int
     extend_end: int | None
     lock: TreeLock | None

@@ -23,10 +23,35 @@ class Arguments:
 
     __slots__ = ("record",)
 
-    def __init__(self, record: Any):
+    record: Any
+    attention_backend: str | None
+    chunked_prefill_size: int | None
+    context_length: int | None
+    cuda_graph_config: Any
+    disable_cuda_graph_padding: bool
+    disable_radix_cache: bool
+    dsa_decode_backend: str | None
+    dsa_prefill_backend: str | None
+    dtype: str
+    enable_mixed_chunk: bool
+    kv_cache_dtype: str
+    load_format: str
+    max_prefill_tokens: int
+    max_running_requests: int | None
+    model_path: str
+    page_size: int | None
+    quantization_param_path: str | None
+    revision: str | None
+    sparse_config: str | dict[str, object] | None
+    sparse_method: str | None
+    sparse_prefill_config: str | dict[str, object] | None
+    sparse_prefill_method: str | None
+    tp_size: int
+
+    def __init__(self, record: object):
         object.__setattr__(self, "record", record)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         from sglang.srt.arg_groups.arg_utils import field_names
         from sglang.srt.arg_groups.overrides import resolution_result
 

@@ -32,7 +32,7 @@ _LATENT = {
     "scoring_func": "sigmoid",
 }
 # One config.json a kind of attention that some method may serve; the other kinds are in ``hooks/limits.py``.
-KINDS: Mapping[str, Mapping[str, object]] = {
+KINDS: Mapping[str, Mapping[str, Any]] = {
     "MHA/GQA": {
         **_SIZES,
         "architectures": ["Qwen3ForCausalLM"],

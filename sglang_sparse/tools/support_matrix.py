@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config import arguments
+from sglang_sparse.config.files import read_config
 from sglang_sparse.config.machine import Gpu
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields
 from sglang_sparse.hooks import dsa_flags, refusals
@@ -184,9 +185,9 @@ def _asked(method: Method, place: Place, changes: Mapping[str, object]) -> tuple
     args = _server(place.kind, {method.option: method.name, config: fields, **changes})
     settings = build(
         args.sparse_method,
-        args.sparse_config or {} if args.sparse_method else page_size_fields(args),
+        read_config(args.sparse_config) if args.sparse_method else page_size_fields(args),
         args.sparse_prefill_method,
-        args.sparse_prefill_config,
+        read_config(args.sparse_prefill_config),
     )
     if args.page_size is None:
         args.page_size = settings.config.page_size
