@@ -9,10 +9,12 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+from sglang_sparse.attention import protocols
 from sglang_sparse.check import main
 from sglang_sparse.config.versions import UnsupportedSGLangError
 from sglang_sparse.hooks import apply
 from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.methods import support
 from sglang_sparse.tools import sglang_surface
 
 
@@ -69,3 +71,28 @@ def test_private_members_of_sglang_are_among_what_is_looked_up() -> None:
     found = {name.rpartition(".")[2] for name in sglang_surface.attributes()}
     assert {"_hooks", "_patched", "_apply_war_barrier", "_counter_cls", "_get_q_k_bf16"} <= found
     assert {"extend_end", "ignore_eos", "total_offset", "scheduler_infos", "has_attention_sinks"} <= found
+
+
+@pytest.mark.parametrize(
+    ("protocol", "classes"),
+    [
+        (protocols.RadixAttention, ("layers.radix_attention.RadixAttention",)),
+        (
+            protocols.KVPool,
+            tuple(f"mem_cache.memory_pool.{kind}TokenToKVPool" for kind in ("MHA", "MLA", "DSA")),
+        ),
+        (protocols.ReqToTokenPool, ("mem_cache.memory_pool.ReqToTokenPool",)),
+        (protocols.ForwardBatch, ("model_executor.forward_batch_info.ForwardBatch",)),
+        (protocols.ModelRunner, ("model_executor.model_runner.ModelRunner",)),
+        (protocols.ModelWorker, ("managers.tp_worker.TpModelWorker",)),
+        (protocols.Req, ("managers.schedule_batch.Req",)),
+        (protocols.ScheduleBatch, ("managers.schedule_batch.ScheduleBatch",)),
+        (protocols.Scheduler, ("managers.scheduler.Scheduler",)),
+        (support.ModelConfig, ("configs.model_config.ModelConfig",)),
+    ],
+)
+def test_protocols_have_what_sglang_has(protocol: type, classes: tuple[str, ...]) -> None:
+    known = set().union(*(sglang_surface._known(pkgutil.resolve_name(f"sglang.srt.{name}")) for name in classes))
+    bases = [base for base in protocol.__mro__ if base.__module__.startswith("sglang_sparse")]
+    asked = {name for base in bases for name in base.__annotations__}
+    assert asked and not asked - known
