@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_sparse.config.settings import SparseArgumentError
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.tools.calibration import anchor, robsa, skip_softmax
 from sglang_sparse.tools.calibration.capture import CalibrationError
 from sglang_sparse.tools.calibration.prompts import FORMS
@@ -101,7 +101,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.lengths = args.lengths or _lengths(method.DEFAULT_LENGTHS)
     method.check(args)
     if args.out.suffix != ".json" or not args.out.parent.is_dir():
-        raise CalibrationError(f"--out {args.out}: allowed is a .json file in a folder that exists")
+        raise CalibrationError(field="--out", got=str(args.out), allowed="a .json file in a folder that exists")
     return args
 
 
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = method.run(args)
         args.out.write_text(json.dumps(config, indent=1) + "\n")
         method.conclude(config, args)
-    except (CalibrationError, SparseArgumentError, OSError, torch.OutOfMemoryError) as error:
+    except (SparseArgumentError, OSError, torch.OutOfMemoryError) as error:
         print(f"sglang_sparse.calibrate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

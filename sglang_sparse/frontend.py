@@ -22,6 +22,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from sglang_sparse.errors import SparseArgumentError
+
 if TYPE_CHECKING:
     from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
     from sglang.lang.interpreter import ProgramState
@@ -102,15 +104,15 @@ def options(**fields: Unpack[Options]) -> dict[str, object]:
         **fields: see ``Options``.
 
     Raises:
-        ValueError: a field is unknown, or its value of another type; names the field.
+        SparseArgumentError: a field is unknown, or its value of another type; names the field.
     """
     params = {name: value for name, value in fields.items() if value is not None}
     for name, value in params.items():
         if name not in FIELDS:
-            raise ValueError(f"unknown option {name!r}, allowed: {', '.join(FIELDS)}")
+            raise SparseArgumentError(f"unknown option {name!r}, allowed: {', '.join(FIELDS)}", field=name, got=value)
         fits, allowed = FIELDS[name]
         if not fits(value):
-            raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
+            raise SparseArgumentError(field=name, got=value, allowed=allowed)
     return params
 
 
@@ -125,7 +127,7 @@ def sparse_endpoint(url: str, **given: Any) -> RuntimeEndpoint:
         **given: options, see ``Options``; what is none is passed to ``sglang.RuntimeEndpoint``, such as ``api_key``.
 
     Raises:
-        ValueError: an option is of another type; names it.
+        SparseArgumentError: an option is of another type; names it.
         RuntimeError: the server answers with an error.
     """
     params = options(**{name: given.pop(name) for name in FIELDS if name in given})
@@ -145,13 +147,14 @@ def set_options(state: ProgramState, **fields: Unpack[Options]) -> None:
         **fields: see ``Options``.
 
     Raises:
-        ValueError: an option is unknown or of another type, or the backend is another one.
+        SparseArgumentError: an option is unknown or of another type, or the backend is another one.
     """
     params = options(**fields)
     executor = state.stream_executor
     if not isinstance(executor.backend, _endpoint_class()):
         backend = type(executor.backend).__name__
-        raise ValueError(f"set_options: the state's backend is a {backend}; allowed: frontend.sparse_endpoint(url)")
+        said = f"set_options: the state's backend is a {backend}"
+        raise SparseArgumentError(said, field="backend", got=backend, allowed="frontend.sparse_endpoint(url)")
     executor.sync()
     # Forks get it from their state, and other states of the program, which have the same one, must not.
     executor.default_sampling_para = copy.copy(executor.default_sampling_para)

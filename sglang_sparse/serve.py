@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.tools import recipes
 from sglang_sparse.tools.dry_run import refusal
 from sglang_sparse.tools.recipes import Recipe
@@ -99,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.list:
             if further:
-                raise ValueError(f"--list: got {' '.join(further)}, allowed: nothing else")
+                said = f"--list: got {' '.join(further)}, allowed: nothing else"
+                raise SparseArgumentError(said, field="--list", got=further)
             print(_table([_listed(name) for name in recipes.names()]))
             return 0
         return serve(args.recipe, further, args.dry_run)

@@ -27,7 +27,7 @@ import torch
 from pydantic import ValidationError
 
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.config import explain_value
+from sglang_sparse.methods.config import refused_value
 from sglang_sparse.methods.resa import Resa, ResaConfig
 from sglang_sparse.tools.tune_bench import (
     PEERS,
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise TuneError("a crossover is measured on a GPU, and torch finds none")
         return 0 if tune(args, graph_timer, "cuda") else 1
     except ValidationError as error:
-        print("\n".join(f"sglang_sparse.tune: {explain_value(detail)}" for detail in error.errors()), file=sys.stderr)
+        print("\n".join(f"sglang_sparse.tune: {refused_value(detail)}" for detail in error.errors()), file=sys.stderr)
     except (TuneError, OSError, torch.OutOfMemoryError) as error:
         print(f"sglang_sparse.tune: {error}", file=sys.stderr)
     return 1

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.attention.protocols import KVPool
 from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import SparseArgumentError, settings_of
+from sglang_sparse.config.settings import settings_of
+from sglang_sparse.errors import SparseArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +51,12 @@ def complete_scales(_: None, *, model: torch.nn.Module, kv_cache_dtype: str) -> 
     path = server_args.quantization_param_path
     if path is not None and not given:
         raise SparseArgumentError(
-            f"{settings.flag}: SGLang reads no scales for this model from --quantization-param-path {path}; allowed: "
-            'JSON {"model_type": …, "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": …}} with its type, and a '
-            f"mapping for each of {server_args.tp_size} tensor-parallel ranks that has a scale for each layer"
+            f"{settings.flag}: SGLang reads no scales for this model from --quantization-param-path {path}",
+            field="--quantization-param-path",
+            got=path,
+            allowed='JSON {"model_type": …, "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": …}} with its '
+            f"type, and a mapping for each of {server_args.tp_size} tensor-parallel ranks that has a scale for each "
+            "layer",
         )
 
 

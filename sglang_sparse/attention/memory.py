@@ -16,6 +16,7 @@ from sglang_sparse.attention.prompt_selection import PROMPTS_AT_ONCE, TOKENS_AT_
 from sglang_sparse.attention.protocols import KVPool
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import prefill_chunk, settings_of
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.layers import parse_layers
@@ -267,7 +268,7 @@ def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: o
         Bytes that remain for the KV pool.
 
     Raises:
-        ValueError: nothing remains.
+        SparseArgumentError: nothing remains; ``got`` is the memory in bytes.
     """
     settings = settings_of(kvc.server_args)
     if settings is None or kvc.is_draft_worker:
@@ -283,10 +284,12 @@ def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: o
     width = kvc.model_config.context_len + get_req_to_token_extra_context_len()
     for need in needs(settings, kvc, model, width):
         if need.nbytes >= available:
-            raise ValueError(
+            raise SparseArgumentError(
                 f"{need.flag} needs {need.nbytes / 2**20:.0f} MiB for {need.passes} at a context of "
-                f"{kvc.model_config.context_len}, and {available / 2**20:.0f} MiB are left for it and the KV cache; "
-                f"allowed: a smaller {need.smaller} or --context-length, a larger --mem-fraction-static"
+                f"{kvc.model_config.context_len}, and {available / 2**20:.0f} MiB are left for it and the KV cache",
+                field="--mem-fraction-static",
+                got=available,
+                allowed=f"a smaller {need.smaller} or --context-length, a larger --mem-fraction-static",
             )
         available -= need.nbytes
         logger.info(

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from sglang_sparse.methods.config import SparseArgumentError
+from sglang_sparse.errors import SparseArgumentError
 
 
 class _Twice(ValueError):
@@ -62,30 +62,32 @@ def read_config(value: str | dict[str, object] | None, flag: str = "--sparse-con
     if isinstance(value, dict):
         return value
     if not isinstance(value, str):
-        raise SparseArgumentError(f"{flag}: got {type(value).__name__}, allowed: JSON text, a path, a mapping")
+        said = f"{flag}: got {type(value).__name__}, allowed: JSON text, a path, a mapping"
+        raise SparseArgumentError(said, field=flag, got=value)
     if value.lstrip().startswith("{"):
         return _parse(value, ".json", flag)
     path = Path(value)
     if path.suffix not in _PARSERS:
-        raise SparseArgumentError(
-            f"{flag}: got {value!r}, allowed: inline JSON that starts with '{{', "
-            f"or a file that ends in {', '.join(_PARSERS)}"
-        )
+        allowed = f"inline JSON that starts with '{{', or a file that ends in {', '.join(_PARSERS)}"
+        raise SparseArgumentError(field=flag, got=value, allowed=allowed)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise SparseArgumentError(f"{flag}: cannot read {value!r}: {error}") from error
-    return _parse(text, path.suffix, f"{flag} {value}")
+        raise SparseArgumentError(f"{flag}: cannot read {value!r}: {error}", field=flag, got=value) from error
+    return _parse(text, path.suffix, flag, value)
 
 
-def _parse(text: str, suffix: str, origin: str) -> dict[str, object]:
+def _parse(text: str, suffix: str, flag: str, path: str = "") -> dict[str, object]:
     parse, parse_error = _PARSERS[suffix]
+    origin = f"{flag} {path}".strip()
     try:
         data = parse(text)
     except (parse_error, _Twice) as error:
-        raise SparseArgumentError(f"{origin}: not valid {suffix[1:].upper()}: {error}") from error
+        said = f"{origin}: not valid {suffix[1:].upper()}: {error}"
+        raise SparseArgumentError(said, field=flag, got=path or text) from error
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise SparseArgumentError(f"{origin}: got a {type(data).__name__}, allowed: a mapping of config fields")
+        said = f"{origin}: got a {type(data).__name__}, allowed: a mapping of config fields"
+        raise SparseArgumentError(said, field=flag, got=data)
     return data

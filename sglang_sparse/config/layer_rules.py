@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.methods import registry
-from sglang_sparse.methods.config import SHARED, SparseArgumentError, validated
+from sglang_sparse.methods.config import SHARED, validated
 from sglang_sparse.methods.layers import LayerSpan, parse_layers, parse_spans
 
 if TYPE_CHECKING:
@@ -131,10 +132,8 @@ def methods_of_rules(
     _require_all(rules, given)
     _require_had(f"{phase.config} of {name}", shared, list(rules.values()))
     if name not in {rule.name for rule in rules.values()}:
-        raise SparseArgumentError(
-            f"{origin}: no rule runs {name}; allowed: a rule that does, another {phase.flag}, or none at all for "
-            f"dense {phase.word}"
-        )
+        allowed = f"a rule that does, another {phase.flag}, or none at all for dense {phase.word}"
+        raise SparseArgumentError(f"{origin}: no rule runs {name}", field=LAYERS, got=given, allowed=allowed)
     configs = {spec: rule.config("all", checkpoint) for spec, rule in rules.items()}
     groups: dict[tuple[str, str], list[str]] = {}
     for spec, rule in rules.items():
@@ -155,13 +154,11 @@ def require_range(rules: Mapping[str, object], num_layers: int) -> None:
         num_layers: layers of the model.
 
     Raises:
-        ValueError: names the rule and the existing layers.
+        SparseArgumentError: names the rule and the existing layers.
     """
     for spec in rules:
-        try:
+        with within(f'{LAYERS}: rule "{spec}"'):
             parse_layers(spec, num_layers)
-        except ValueError as error:
-            raise ValueError(f'{LAYERS}: rule "{spec}": {error}') from None
 
 
 def _read(phase: Phase[M], origin: str, given: object) -> dict[str, object]:
@@ -169,22 +166,22 @@ def _read(phase: Phase[M], origin: str, given: object) -> dict[str, object]:
     # YAML reads a single layer as a number.
     rules = {str(spec): rule for spec, rule in given.items()}
     if len(rules) < len(given) or not rules:
-        raise SparseArgumentError(f"{origin}: got {given!r}, allowed: each layer once, by {phase.form}")
+        said = f"{origin}: got {given!r}, allowed: each layer once, by {phase.form}"
+        raise SparseArgumentError(said, field=LAYERS, got=given)
     spans: list[tuple[LayerSpan, str]] = []
     for spec, rule in rules.items():
         if rule != DENSE and not isinstance(rule, dict):
-            raise SparseArgumentError(f'{origin}: rule "{spec}": got {rule!r}, allowed: {phase.form}')
-        try:
+            said = f'{origin}: rule "{spec}": got {rule!r}, allowed: {phase.form}'
+            raise SparseArgumentError(said, field=LAYERS, got=rule)
+        with within(f'{origin}: rule "{spec}"'):
             spans += [(span, spec) for span in parse_spans(spec)]
-        except ValueError as error:
-            raise SparseArgumentError(f'{origin}: rule "{spec}": {error}') from None
     for place, ((first, last), spec) in enumerate(spans):
         for (start, end), other in spans[:place]:
             low, high = max(first, start), min(math.inf if last is None else last, math.inf if end is None else end)
             if low <= high:
                 both = f'rule "{spec}" names' if spec == other else f'rules "{other}" and "{spec}" both name'
-                twice = " twice" if spec == other else ""
-                raise SparseArgumentError(f"{origin}: {both} layer {low}{twice}; allowed: one rule for each layer")
+                said = f"{origin}: {both} layer {low}{' twice' if spec == other else ''}"
+                raise SparseArgumentError(said, field=LAYERS, got=spec, allowed="one rule for each layer")
     return rules
 
 
@@ -192,15 +189,14 @@ def _rule(phase: Phase[M], name: str, spec: str, given: Mapping[str, object], sh
     fields = {field: value for field, value in given.items() if field != METHOD}
     origin = f'{phase.config} of {name}: {LAYERS}: rule "{spec}"'
     asked = given.get(METHOD, name)
-    try:
+    with within(origin):
         if not isinstance(asked, str):
-            raise ValueError(f"{METHOD}: got {asked!r}, allowed: {', '.join(phase.methods())}")
+            raise SparseArgumentError(field=METHOD, got=asked, allowed=phase.methods())
         registry.require_known(METHOD, asked, phase.methods())
         method = phase.load(asked)
-    except ValueError as error:
-        raise SparseArgumentError(f"{origin}: {error}") from error
     if LAYERS in fields:
-        raise SparseArgumentError(f'{origin}: got a field "{LAYERS}"; allowed: the layers as the name of the rule')
+        said, allowed = f'{origin}: got a field "{LAYERS}"', "the layers as the name of the rule"
+        raise SparseArgumentError(said, field=LAYERS, got=fields[LAYERS], allowed=allowed)
     known = method.config_class.model_fields
     return _Rule(asked, method, {field: shared[field] for field in shared if field in known} | fields, origin)
 
@@ -209,10 +205,8 @@ def _require_had(origin: str, shared: Mapping[str, object], rules: Sequence[_Rul
     known = dict.fromkeys(field for rule in rules for field in rule.method.config_class.model_fields)
     for field in shared:
         if field not in known:
-            raise SparseArgumentError(
-                f'{origin}: unknown field {field!r} next to "{LAYERS}", which no rule\'s method has; '
-                f"allowed: {', '.join(known)}"
-            )
+            said = f'{origin}: unknown field {field!r} next to "{LAYERS}", which no rule\'s method has'
+            raise SparseArgumentError(said, field=field, got=shared[field], allowed=known)
 
 
 def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, object]) -> None:
@@ -221,7 +215,10 @@ def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, object]) -> Non
         if getattr(rule.method, "selects_in_model", False) and list(given) != ["all"]:
             raise SparseArgumentError(
                 f"{rule.origin}: {rule.name} needs all layers: its model was trained to choose in each by an indexer, "
-                'and in none to attend to everything or by another method; allowed: one rule, "all"'
+                "and in none to attend to everything or by another method",
+                field=LAYERS,
+                got=given,
+                allowed='one rule, "all"',
             )
 
 
@@ -275,10 +272,8 @@ def build_prefill_rules(
         for spec, rule in found.given.items()
     }
     found = methods_of_rules(PREFILL_PHASE, name, {**fields, **shared, LAYERS: own}, checkpoint)
-    try:
+    with within(f"--sparse-prefill-config of {name}: {LAYERS}"):
         return PrefillGroups(found.names, found.methods), found.as_dict(found.methods, fields_of_all)
-    except ValueError as error:
-        raise SparseArgumentError(f"--sparse-prefill-config of {name}: {LAYERS}: {error}") from error
 
 
 def _shared_fields(origin: str, found: RuleMethods[M], fields: Sequence[str]) -> dict[str, object]:
@@ -289,9 +284,8 @@ def _shared_fields(origin: str, found: RuleMethods[M], fields: Sequence[str]) ->
         asked = any(field in config.model_fields_set for config in configs)
         if len(values) > 1 and (asked or field != "dense_tail"):
             said = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in values.items())
-            raise SparseArgumentError(
-                f'{origin}: {field} is {said}; allowed: one for all rules: set it next to "{LAYERS}"'
-            )
+            allowed = f'one for all rules: set it next to "{LAYERS}"'
+            raise SparseArgumentError(f"{origin}: {field} is {said}", field=field, got=list(values), allowed=allowed)
         shared[field] = max(values) if field == "dense_tail" else next(iter(values))
     return shared
 
@@ -303,18 +297,22 @@ def _check_compatible(origin: str, found: RuleMethods[DecodeMethod]) -> list[Dec
         if not method.combines:
             raise SparseArgumentError(
                 f'{origin}: rule "{spec}": {name} can be combined with dense layers only, and other rules have '
-                f"another method or other fields; these can be combined: {_combining(_kinds(methods[0]))}"
+                f"another method or other fields; these can be combined: {_combining(_kinds(methods[0]))}",
+                field=LAYERS,
+                got=name,
             )
         if method.alone:
-            raise SparseArgumentError(
-                f'{origin}: rule "{spec}": {name} cannot be combined with another method or other fields with this '
-                f"config: {method.alone}"
-            )
+            said = f'{origin}: rule "{spec}": {name} cannot be combined with another method or other fields with this '
+            raise SparseArgumentError(f"{said}config: {method.alone}", field=LAYERS, got=name)
         for other, first, where in zip(methods[:place], names, specs, strict=False):
             if not _kinds(method) & _kinds(other):
                 raise SparseArgumentError(
                     f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {first} of rule '
-                    f'"{where}" {KINDS[other.attention]} models; allowed with {first}: {_combining(_kinds(other))}'
+                    f'"{where}" {KINDS[other.attention]} models',
+                    field=LAYERS,
+                    got=name,
+                    allowed=_combining(_kinds(other)),
+                    where=f"with {first}",
                 )
     _shared_fields(origin, found, SHARED)
     return [_of_decode_alone(f'{origin}: rule "{spec}"', method) for method, spec in zip(methods, specs, strict=True)]
@@ -336,6 +334,9 @@ def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:
         if value["prefill"] and field in config.model_fields_set:
             raise SparseArgumentError(
                 f"{origin}: {field} has {value['prefill']:g} for prefill, and with rules of other methods only "
-                f'--sparse-prefill-method decides prefill; allowed: {{"{field}": {{"decode": …}}}}'
+                "--sparse-prefill-method decides prefill",
+                field=field,
+                got=value,
+                allowed=f'{{"{field}": {{"decode": …}}}}',
             )
     return method.decode_alone() if config.phase_fields else method

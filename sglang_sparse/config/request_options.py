@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from sglang_sparse.config.settings import Settings
+from sglang_sparse.errors import SparseArgumentError, nearest
 from sglang_sparse.methods import registry
-from sglang_sparse.methods.config import SparseConfig, explain_value
+from sglang_sparse.methods.config import SparseConfig, refused_value
 from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 
 SPARSE = "sparse"
@@ -52,7 +52,7 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
         params: the request's ``custom_params``.
 
     Raises:
-        ValueError: a field is mistyped, misspelt, out of range or not one that this server's method has; names it.
+        SparseArgumentError: a field is mistyped, misspelt, out of range or not one that this server's method has.
     """
     params = params or {}
     by_phase = _by_phase(settings, params)
@@ -62,35 +62,38 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
     )
     overridable = tuple(dict.fromkeys((*of_decode, *of_prefill)))
     names = (*overridable, SPARSE, FORCED_TOKENS)
-    for key in params:
+    for key, value in params.items():
         if key in names:
             continue
         if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
-            raise ValueError(f"{key}: belongs to the server's config; allowed in a request: {', '.join(names)}")
+            said = f"{key}: belongs to the server's config"
+            raise SparseArgumentError(said, field=key, got=value, allowed=names, where="in a request")
         if key in registry.known_fields():
-            raise ValueError(f"{key}: {settings.flag} has no such field; allowed: {', '.join(names)}")
+            raise SparseArgumentError(f"{key}: {settings.flag} has no such field", field=key, got=value, allowed=names)
         # A short name such as "sparse" resembles too many names with another meaning.
-        nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
-        if nearest:
-            raise ValueError(f"custom_params: unknown field {key!r}; did you mean {nearest[0]!r}?")
+        if hint := nearest(str(key), [*overridable, FORCED_TOKENS], cutoff=0.85):
+            raise SparseArgumentError(f"custom_params: unknown field {key!r}", field=key, got=value, hint=hint)
     sparse = _asks_sparse(settings, params)
     overrides = _overrides(by_phase[DECODE], of_decode)
     of_prompt = _overrides(by_phase[PREFILL], of_prefill)
     for name, _, value in (*overrides, *of_prompt):
         if not sparse:
-            raise ValueError(f"{name}: has no meaning for a request with {SPARSE}: false")
+            said = f"{name}: has no meaning for a request with {SPARSE}: false"
+            raise SparseArgumentError(said, field=name, got=value)
         if not isinstance(value, (int, float, str)):
-            raise ValueError(f"{name}: got {value!r}, allowed: a number, or true or false")
+            raise SparseArgumentError(field=name, got=value, allowed="a number, or true or false")
     forced = params.get(FORCED_TOKENS, [])
     if not isinstance(forced, list) or not all(type(token) is int and token >= 0 for token in forced):
-        raise ValueError(f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids")
+        said = f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids"
+        raise SparseArgumentError(said, field=FORCED_TOKENS, got=forced)
     decode = _decode_with(settings.decode, overrides)
     interval = getattr(decode.config, "rectify_interval", 0) if sparse else 0
     if params.get("exact_prefix") is True:
-        for name, *_ in of_prompt:
+        for name, _, value in of_prompt:
             # A value for both phases still has a meaning in decode.
             if name != "exact_prefix" and (name not in of_decode or isinstance(params[name], dict)):
-                raise ValueError(f"{name}: has no meaning for a request with exact_prefix: true")
+                said = f"{name}: has no meaning for a request with exact_prefix: true"
+                raise SparseArgumentError(said, field=name, got=value)
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
     return RequestOptions(decode, sparse, interval, tuple(forced), prefill, namespace)
 
@@ -112,9 +115,8 @@ def _by_phase(settings: Settings, params: Mapping[str, object]) -> dict[str, dic
         if not having or not isinstance(value, dict):
             continue
         if not value or not set(value) <= set(having):
-            raise ValueError(
-                f"{name}: got {value!r}, allowed on this server: a number, or a mapping with {' and '.join(having)}"
-            )
+            allowed = f"a number, or a mapping with {' and '.join(having)}"
+            raise SparseArgumentError(field=name, got=value, allowed=allowed, where="on this server")
         for phase, own in found.items():
             del own[name]
             own.update({name: value[phase]} if phase in value else {})
@@ -124,9 +126,10 @@ def _by_phase(settings: Settings, params: Mapping[str, object]) -> dict[str, dic
 def _asks_sparse(settings: Settings, params: Mapping[str, object]) -> bool:
     sparse = params.get(SPARSE, True)
     if not isinstance(sparse, bool):
-        raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
+        raise SparseArgumentError(field=SPARSE, got=sparse, allowed="true or false")
     if not sparse and any(method.selects_in_model for method in settings.decode.methods):
-        raise ValueError(f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely")
+        said = f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely"
+        raise SparseArgumentError(said, field=SPARSE, got=sparse)
     return sparse
 
 
@@ -150,7 +153,7 @@ def _config_with(config: C, overrides: Overrides) -> C:
     try:
         return type(config).model_validate(fields)
     except ValidationError as error:
-        raise ValueError(explain_value(error.errors()[0])) from None
+        raise refused_value(error.errors()[0]) from None
 
 
 @lru_cache(maxsize=256)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from sglang_sparse.config import arguments
 from sglang_sparse.config.layer_rules import build_prefill_rules, build_rules
 from sglang_sparse.config.trtllm import as_ours
+from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import (
     PAGE_SIZES,
     MethodConfig,
     RectifyConfig,
-    SparseArgumentError,
     SparseConfig,
     validated,
 )
@@ -123,11 +123,8 @@ def build(
         SparseArgumentError: a method is unknown, or fields are unknown, mistyped or out of range; names each with its
             value and the allowed ones.
     """
-    try:
-        method_class = registry.load_decode_method(name) if name else DecodeMethod
-        prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
-    except ValueError as error:
-        raise SparseArgumentError(str(error)) from error
+    method_class = registry.load_decode_method(name) if name else DecodeMethod
+    prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     fields = _as_ours(f"--sparse-config of {name}", name, fields)
     prefill_fields = prefill_fields and _as_ours(
         f"--sparse-prefill-config of {prefill_name}", prefill_name, prefill_fields
@@ -155,10 +152,8 @@ def build(
 
 
 def _as_ours(origin: str, name: str | None, fields: dict[str, object]) -> dict[str, object]:
-    try:
+    with within(origin):
         return as_ours(name, fields) if name else fields
-    except ValueError as error:
-        raise SparseArgumentError(f"{origin}: {error}") from error
 
 
 def _require_own(origin: str, fields: Mapping[str, object], decode: SparseConfig, prefill: PrefillGroups) -> None:
@@ -169,8 +164,9 @@ def _require_own(origin: str, fields: Mapping[str, object], decode: SparseConfig
         if said and field in decode.model_fields_set and not own:
             raise SparseArgumentError(
                 f"{origin}: got {json.dumps(fields)} without {field}, and --sparse-config has {said:g} for prefill, "
-                "which a separate prefill config does not inherit; allowed: repeat the share or factor of prefill "
-                'here, or leave it out of --sparse-config: {"decode": …}'
+                "which a separate prefill config does not inherit",
+                field=field,
+                allowed='repeat the share or factor of prefill here, or leave it out of --sparse-config: {"decode": …}',
             )
 
 

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sglang_sparse.errors import SparseArgumentError
+
 logger = logging.getLogger(__name__)
 
 # The option of ``trtllm-serve --config`` that holds such a config, and its field that names the method.
@@ -80,7 +82,7 @@ def as_ours(name: str, fields: Mapping[str, object]) -> dict[str, object]:
         fields: the user's fields.
 
     Raises:
-        ValueError: ``algorithm`` is another method's, or a field has no counterpart; names it and the reason.
+        SparseArgumentError: ``algorithm`` is another method's, or a field has no counterpart; names it and the reason.
     """
     found = {theirs: one for theirs, one in ALGORITHMS.items() if one.method == name}
     theirs, algorithm = next(iter(found.items()), ("", None))
@@ -90,7 +92,7 @@ def as_ours(name: str, fields: Mapping[str, object]) -> dict[str, object]:
         fields = _of_options(fields)
     asked = fields.get(ALGORITHM)
     if asked is not None and str(asked).lower() != theirs:
-        raise ValueError(f"{ALGORITHM}: got {asked!r}, allowed with {name}: {theirs!r}")
+        raise SparseArgumentError(field=ALGORITHM, got=asked, allowed=repr(theirs), where=f"with {name}")
     ours: dict[str, object] = {}
     for given, value in fields.items():
         if given == ALGORITHM or (asked is not None and value is None):
@@ -98,10 +100,12 @@ def as_ours(name: str, fields: Mapping[str, object]) -> dict[str, object]:
         if given in algorithm.usual and value == algorithm.usual[given]:
             continue
         if given in algorithm.refused:
-            raise ValueError(f"{given}: got {value!r}, which has no counterpart here: {algorithm.refused[given]}")
+            said = f"{given}: got {value!r}, which has no counterpart here: {algorithm.refused[given]}"
+            raise SparseArgumentError(said, field=given, got=value)
         mine = algorithm.renamed.get(given, given) if asked is not None else given
         if mine in ours:
-            raise ValueError(f"{mine}: got it by TensorRT-LLM's name, too; allowed: one of the two")
+            said = f"{mine}: got it by TensorRT-LLM's name, too"
+            raise SparseArgumentError(said, field=mine, got=value, allowed="one of the two")
         if given in algorithm.whole and isinstance(value, float) and value % 1 == 0:
             value = int(value)
         ours[mine] = value
@@ -111,7 +115,8 @@ def as_ours(name: str, fields: Mapping[str, object]) -> dict[str, object]:
 def _of_options(options: Mapping[str, object]) -> Mapping[str, object]:
     fields = options[SPARSE]
     if not isinstance(fields, dict) or not fields.get(ALGORITHM):
-        raise ValueError(f"{SPARSE}: got {fields!r}, allowed: a table with an algorithm, {', '.join(ALGORITHMS)}")
+        allowed = f"a table with an algorithm, {', '.join(ALGORITHMS)}"
+        raise SparseArgumentError(field=SPARSE, got=fields, allowed=allowed)
     if others := [name for name in options if name != SPARSE]:
         logger.warning(
             "sglang_sparse: only %s of TensorRT-LLM's options is read; use SGLang's own flags for %s",

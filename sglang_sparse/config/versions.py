@@ -14,13 +14,21 @@ class UnsupportedSGLangError(RuntimeError, ValueError):
 
     A RuntimeError, since the environment is wrong, and a ValueError, since ``sglang.Engine`` promises that for every
     refusal at start.
+
+    Attributes:
+        got: the installed version, or "not installed".
+        allowed: the versions to install.
     """
 
-    def __init__(self, reason: str):
-        super().__init__(
-            f"{reason}; sglang_sparse {__version__} works with SGLang {', '.join(SUPPORTED_SGLANG)}: "
-            f"pip install sglang=={SUPPORTED_SGLANG[-1]}"
-        )
+    field, allowed = "sglang", SUPPORTED_SGLANG
+
+    def __init__(self, reason: str, got: str | None = None):
+        super().__init__(reason)
+        self.got = got or installed_sglang()
+
+    def __str__(self) -> str:
+        works = f"sglang_sparse {__version__} works with SGLang {', '.join(self.allowed)}"
+        return f"{self.args[0]}; {works}: pip install sglang=={self.allowed[-1]}"
 
 
 def installed_sglang() -> str:
@@ -42,4 +50,4 @@ def require_supported_sglang(installed: str | None = None) -> None:
     """
     installed = installed or installed_sglang()
     if installed not in SUPPORTED_SGLANG:
-        raise UnsupportedSGLangError(f"got SGLang {installed}")
+        raise UnsupportedSGLangError(f"got SGLang {installed}", installed)

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config.machine import Gpu, on_gpu
-from sglang_sparse.config.settings import SparseArgumentError, settings_of
+from sglang_sparse.config.settings import settings_of
+from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.methods.dsa import kernel_choice
 from sglang_sparse.methods.dsa.decode import NATIVE, PORTABLE, Dsa, DsaConfig
 from sglang_sparse.methods.groups import DecodeGroups
@@ -42,10 +43,8 @@ def require_dtype(args: Arguments, settings: Settings, dtype: torch.dtype, gpu: 
     """
     found = str(dtype).removeprefix("torch.")
     if gpu and found != "bfloat16":
-        raise SparseArgumentError(
-            f"{settings.flag}: --dtype is {args.dtype} and the model runs in {found}, which the kernels do not take; "
-            "allowed: --dtype bfloat16"
-        )
+        said = f"{settings.flag}: --dtype is {args.dtype} and the model runs in {found}, which the kernels do not take"
+        raise SparseArgumentError(said, field="--dtype", got=found, allowed="--dtype bfloat16")
 
 
 def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str], gpu: bool) -> None:
@@ -74,10 +73,8 @@ def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str]
     for name, (got, default, stage) in given.items():
         if got != default and found[stage] != NATIVE:
             native = ', or {"implementation": "native"}' if gpu else ""
-            raise SparseArgumentError(
-                f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which ignores it; "
-                f"allowed: {default}{native}"
-            )
+            said = f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which ignores it"
+            raise SparseArgumentError(said, field=name, got=got, allowed=f"{default}{native}")
 
 
 def replace_tilelang_backend(args: Arguments, settings: Settings) -> None:
@@ -91,11 +88,10 @@ def replace_tilelang_backend(args: Arguments, settings: Settings) -> None:
         SparseArgumentError: another backend was asked for.
     """
     for name in ("dsa_prefill_backend", "dsa_decode_backend"):
-        if getattr(args, name) not in (None, SLOT):
-            raise SparseArgumentError(
-                f"{settings.flag}: --{name.replace('_', '-')} is {getattr(args, name)} and the attention is "
-                f'portable; allowed: no such flag, or {{"implementation": "native"}}'
-            )
+        if (got := getattr(args, name)) not in (None, SLOT):
+            flag, allowed = f"--{name.replace('_', '-')}", 'no such flag, or {"implementation": "native"}'
+            said = f"{settings.flag}: {flag} is {got} and the attention is portable"
+            raise SparseArgumentError(said, field=flag, got=got, allowed=allowed)
         setattr(args, name, SLOT)
     if args.kv_cache_dtype == "auto":
         # SGLang would take float8 on Blackwell.
@@ -163,11 +159,9 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
     require_dtype(args, settings, _model(args).dtype, on_gpu(gpu))
     facts = _facts(args, gpu)
     if reason := kernel_choice.absent(facts):
-        raise SparseArgumentError(f"{settings.flag}: {reason}")
-    try:
+        raise SparseArgumentError(f"{settings.flag}: {reason}", field="sglang")
+    with within(f"--sparse-config of {settings.name}: implementation"):
         chosen = config.model_copy(update={"implementation": kernel_choice.resolve(config.implementation, facts)})
-    except ValueError as error:
-        raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
     other = facts.capability is not None and facts.capability[0] != kernel_choice.BEST[0]
     method = Dsa(chosen)
     float8 = facts.kv_dtype.startswith("fp8") and chosen.implementation != PORTABLE

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config.settings import Settings
-from sglang_sparse.methods.config import SparseArgumentError
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.layers import parse_layers
 
 if TYPE_CHECKING:
@@ -51,8 +51,11 @@ def require_layers(settings: Settings, model: torch.nn.Module, model_config: Any
             cure = f"to leave layers {names} dense: {option} '{json.dumps({'layers': left})}'"
         layer, has = next(iter(bad.items()))
         raise SparseArgumentError(
-            f"{flag}: layer {layer} has {has}; allowed: causal attention to all earlier tokens, with keys and values "
-            f"of its own{form}; {cure}"
+            f"{flag}: layer {layer} has {has}",
+            field="layers",
+            got=list(bad),
+            allowed=f"causal attention to all earlier tokens, with keys and values of its own{form}",
+            hint=cure,
         )
 
 

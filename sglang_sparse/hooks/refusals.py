@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from sglang_sparse.attention.kv_scales import is_float8
 from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.machine import Gpu, capability, on_gpu
-from sglang_sparse.config.settings import Settings, SparseArgumentError, prefill_chunk
+from sglang_sparse.config.settings import Settings, prefill_chunk
+from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks import dsa_flags
 from sglang_sparse.hooks.limits import (
     COMPACT_LIMITS,
@@ -67,45 +68,39 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     """
     has_gpu = on_gpu(gpu)
     methods = settings.decode.methods
-    found = _found(args, dict.fromkeys((*FLAG_LIMITS, *(limit for one in methods for limit in one.flag_limits))))
-    if found:
-        raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
+    limits = dict.fromkeys((*FLAG_LIMITS, *(limit for one in methods for limit in one.flag_limits)))
+    _require_none(args, limits, f"{settings.flag} cannot run with")
     for method in methods:
         if settings.config.page_size % method.block_size:
             raise SparseArgumentError(
                 f"{settings.flag}: the page size is {settings.config.page_size} and the method's blocks have "
-                f"{method.block_size} tokens; allowed: pages of whole blocks"
+                f"{method.block_size} tokens",
+                field="page_size",
+                got=settings.config.page_size,
+                allowed="pages of whole blocks",
             )
-    found = settings.prefill and _found(args, PREFILL_LIMITS)
-    if found:
-        raise SparseArgumentError(f"{settings.prefill_flag} cannot run with {found}")
-    found = any(one.compacts for one in prompt_selectors(methods)) and _found(args, COMPACT_LIMITS)
-    if found:
-        raise SparseArgumentError(
-            f'{settings.flag} cannot compact with {found}; allowed without compaction: {{"eviction": "visibility"}}'
-        )
+    if settings.prefill:
+        _require_none(args, PREFILL_LIMITS, f"{settings.prefill_flag} cannot run with")
+    if any(one.compacts for one in prompt_selectors(methods)):
+        other = ("without compaction", '{"eviction": "visibility"}')
+        _require_none(args, COMPACT_LIMITS, f"{settings.flag} cannot compact with", other)
     rectify = settings.rectify
-    found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
-    if found:
-        raise SparseArgumentError(
-            f'{settings.flag} cannot rectify with {found}; allowed without rectification: {{"rectify_interval": 0}}'
-        )
+    if rectify and rectify.rectify_interval:
+        other = ("without rectification", '{"rectify_interval": 0}')
+        _require_none(args, RECTIFY_LIMITS, f"{settings.flag} cannot rectify with", other)
     if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
-        raise SparseArgumentError(
-            f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
-        )
+        said = f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
+        raise SparseArgumentError(said, field="rectify_on_finish", got=True)
     if settings.check_exactness and args.disable_radix_cache:
-        raise SparseArgumentError(
-            f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache; leave one of them out"
-        )
+        said = f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache"
+        raise SparseArgumentError(said, field="check_exactness", got=True, hint="leave one of them out")
     if not has_gpu:
-        allowed = ", ".join(dense_backends(settings.decode.attention, gpu=False))
-        for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
-            name = getattr(args, flag)
-            if name in GPU_ONLY_BACKENDS:
-                raise SparseArgumentError(
-                    f"--{flag.replace('_', '-')} {name} needs a GPU and this machine has none; allowed: {allowed}"
-                )
+        allowed = dense_backends(settings.decode.attention, gpu=False)
+        for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+            flag, got = f"--{name.replace('_', '-')}", getattr(args, name)
+            if got in GPU_ONLY_BACKENDS:
+                said = f"{flag} {got} needs a GPU and this machine has none"
+                raise SparseArgumentError(said, field=flag, got=got, allowed=allowed)
 
 
 def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None:
@@ -116,21 +111,37 @@ def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None
         args: the server's, resolved.
 
     Raises:
-        ValueError: it is longer than the context or a chunk of prefill, which bound the reserved memory, or the server
-            has a flag that excludes rectification.
+        SparseArgumentError: it is longer than the context or a chunk of prefill, which bound the reserved memory, or
+            the server has a flag that excludes rectification.
     """
     if not interval:
         return
     for limit, name in ((model.context_len, "context length"), (prefill_chunk(args), "chunked prefill size")):
         if limit is not None and 0 < limit < interval:
-            raise ValueError(f"rectify_interval: got {interval}, allowed: at most the {name} of {limit}")
+            allowed = f"at most the {name} of {limit}"
+            raise SparseArgumentError(field="rectify_interval", got=interval, allowed=allowed)
     if found := _found(args, RECTIFY_LIMITS):
-        raise ValueError(f"rectify_interval: got {interval}, allowed on this server: 0; it has {found}")
+        hint = f"it has {_listed(found)}"
+        raise SparseArgumentError(
+            field="rectify_interval", got=interval, allowed="0", where="on this server", hint=hint
+        )
 
 
-def _found(args: Arguments, limits: Iterable[FlagLimit]) -> str:
-    got = [(limit, limit.got(args)) for limit in limits]
-    return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
+def _found(args: Arguments, limits: Iterable[FlagLimit]) -> dict[FlagLimit, object]:
+    got = {limit: limit.got(args) for limit in limits}
+    return {limit: value for limit, value in got.items() if value is not None}
+
+
+def _listed(found: Mapping[FlagLimit, object]) -> str:
+    return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in found.items())
+
+
+def _require_none(args: Arguments, limits: Iterable[FlagLimit], origin: str, other: tuple[str, str] = ("", "")) -> None:
+    """Refuse flags that a table limits; ``other`` is what is allowed instead: where, and what."""
+    if found := _found(args, limits):
+        (first, got), (where, allowed) = next(iter(found.items())), other
+        said = f"{origin} {_listed(found)}"
+        raise SparseArgumentError(said, field=first.name, got=got, allowed=allowed, where=where)
 
 
 def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
@@ -149,28 +160,22 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
     for name in args.get_attention_backends():
         if name not in allowed:
-            raise SparseArgumentError(
-                f"{settings.flag}: attention backend {name!r} is not supported; allowed: {', '.join(allowed)}"
-            )
+            said = f"{settings.flag}: attention backend {name!r} is not supported"
+            raise SparseArgumentError(said, field="--attention-backend", got=name, allowed=allowed)
     if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
-        raise SparseArgumentError(
-            f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
-            "allowed: breakable, disabled"
-        )
+        said = f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries"
+        allowed = ("breakable", "disabled")
+        raise SparseArgumentError(said, field="--cuda-graph-backend-prefill", got="full", allowed=allowed)
     require_dtypes(args, settings, gpu)
-    try:
+    with within(f"--sparse-config of {settings.name}"):
         require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
-    except ValueError as error:
-        raise SparseArgumentError(f"--sparse-config of {settings.name}: {error}") from error
+    page, said = settings.config.page_size, f"{settings.flag}: the server's page size is {args.page_size}"
     if settings.name is None and args.page_size not in PAGE_SIZES:
-        allowed = ", ".join(str(size) for size in PAGE_SIZES)
-        raise SparseArgumentError(f"{settings.flag}: the server's page size is {args.page_size}; allowed: {allowed}")
-    if args.page_size != settings.config.page_size:
-        raise SparseArgumentError(
-            f"{settings.flag}: the server's page size is {args.page_size} and the config's is "
-            f"{settings.config.page_size}; they must be equal: set --page-size {settings.config.page_size} "
-            f'or {{"page_size": {args.page_size}}}'
-        )
+        raise SparseArgumentError(said, field="--page-size", got=args.page_size, allowed=PAGE_SIZES)
+    if args.page_size != page:
+        said += f" and the config's is {page}; they must be equal: set --page-size {page} "
+        said += f'or {{"page_size": {args.page_size}}}'
+        raise SparseArgumentError(said, field="--page-size", got=args.page_size)
 
 
 def _require_prefill(args: Arguments, settings: Settings) -> None:
@@ -178,7 +183,8 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
         return
     page, methods = settings.config.page_size, settings.prefill.methods
     if reason := next((reason for method in methods if (reason := method.refuse_page_size(page))), None):
-        raise SparseArgumentError(f"--sparse-prefill-config of {settings.prefill_name}: {reason}")
+        said = f"--sparse-prefill-config of {settings.prefill_name}: {reason}"
+        raise SparseArgumentError(said, field="--page-size", got=page)
     config, group = settings.prefill.config, settings.prefill.group_tokens
     chunk = prefill_chunk(args)
     if chunk is not None and chunk % group and not config.share_partial_groups:
@@ -186,14 +192,15 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
         # Such a config inherits nothing from that of decode.
         kept = {field: getattr(config, field) for field in config.phase_fields if settings.comes_along}
         raise SparseArgumentError(
-            f"{settings.prefill_flag}: the chunked prefill size is {chunk}; allowed: multiples of {group} tokens, the "
-            f"group that can be cached, or {own if settings.comes_along else ''}"
-            f"{json.dumps({**kept, 'share_partial_groups': True})}"
+            f"{settings.prefill_flag}: the chunked prefill size is {chunk}",
+            field="--chunked-prefill-size",
+            got=chunk,
+            allowed=f"multiples of {group} tokens, the group that can be cached, or "
+            f"{own if settings.comes_along else ''}{json.dumps({**kept, 'share_partial_groups': True})}",
         )
     if config.share_partial_groups and settings.check_exactness:
-        raise SparseArgumentError(
-            f"{settings.flag}: check_exactness cannot prove KV that share_partial_groups puts into the prefix cache"
-        )
+        said = f"{settings.flag}: check_exactness cannot prove KV that share_partial_groups puts into the prefix cache"
+        raise SparseArgumentError(said, field="check_exactness", got=True)
 
 
 def _require_window(args: Arguments, settings: Settings) -> None:
@@ -206,10 +213,9 @@ def _require_window(args: Arguments, settings: Settings) -> None:
     unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)
     needed = -(-(window - 1 + unit) // unit) * unit
     if chunk < needed:
-        raise SparseArgumentError(
-            f"{settings.flag}: the chunked prefill size is {chunk}; allowed: at least {needed}, so that the last "
-            f"{window} tokens of a prompt fit one chunk"
-        )
+        said = f"{settings.flag}: the chunked prefill size is {chunk}"
+        allowed = f"at least {needed}, so that the last {window} tokens of a prompt fit one chunk"
+        raise SparseArgumentError(said, field="--chunked-prefill-size", got=chunk, allowed=allowed)
 
 
 def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
@@ -243,34 +249,33 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     """
     # SGLang caches the result of ``get_model_config``, and its own arguments are not resolved yet.
     model = args.new_model_config()
-    architecture = (model.hf_config.architectures or ["unknown"])[0]
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
-    if kinds:
-        found = "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds)
-        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {found}")
-    origin = f"--sparse-config of {settings.name}"
-    try:
+    _require_fit(settings.flag, model, "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds))
+    with within(f"--sparse-config of {settings.name}"):
         require_range(settings.rules or {}, model.num_hidden_layers)
         settings.decode.sparse_layers(model.num_hidden_layers)
-        if settings.prefill:
-            origin = f"--sparse-prefill-config of {settings.prefill_name}"
+    if settings.prefill:
+        with within(f"--sparse-prefill-config of {settings.prefill_name}"):
             require_range(settings.prefill_rules or {}, model.num_hidden_layers)
             parse_layers(settings.prefill.config.layers, model.num_hidden_layers)
-    except ValueError as error:
-        raise SparseArgumentError(f"{origin}: {error}") from error
     weightless = stand_in or args.load_format == "dummy"
-    if reason := settings.decode.refuse(model):
-        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+    _require_fit(settings.flag, model, settings.decode.refuse(model))
     if not stand_in:
         require_weights(args, settings, model)
     prefill = settings.prefill
     # Weights that the decode method has checked are not read again.
     judged = weightless or settings.comes_along
     reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
+    # Name its own flag, if that was given.
+    asked = f"--sparse-prefill-method {settings.prefill_name}" if args.sparse_prefill_method else settings.flag
+    _require_fit(asked, model, reason)
+
+
+def _require_fit(flag: str, model: Any, reason: str | None) -> None:
     if reason:
-        # Name its own flag, if that was given.
-        asked = f"--sparse-prefill-method {settings.prefill_name}" if args.sparse_prefill_method else settings.flag
-        raise SparseArgumentError(f"{asked} does not fit {architecture}: {reason}")
+        architecture = (model.hf_config.architectures or ["unknown"])[0]
+        said = f"{flag} does not fit {architecture}: {reason}"
+        raise SparseArgumentError(said, field="--model-path", got=architecture)
 
 
 def require_weights(args: Arguments, settings: Settings, model: ModelConfig) -> None:
@@ -284,9 +289,8 @@ def require_weights(args: Arguments, settings: Settings, model: ModelConfig) -> 
         SparseArgumentError: names the architecture and the reason.
     """
     # Of a model that gets others at random its own say nothing.
-    if args.load_format != "dummy" and (reason := settings.decode.refuse_weights(model)):
-        architecture = (model.hf_config.architectures or ["unknown"])[0]
-        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+    if args.load_format != "dummy":
+        _require_fit(settings.flag, model, settings.decode.refuse_weights(model))
 
 
 # Compute capability of the first GPUs on which kernels read float8.
@@ -309,35 +313,35 @@ def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     plain, auto = ("bf16", "fp8_e4m3") if quantized else ("auto", dtype)
     cache = {"auto": auto, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
     fp8_kv = all(method.fp8_kv for method in settings.decode.methods)
+    flag, got = "--kv-cache-dtype", args.kv_cache_dtype
     if cache not in (dtype, *(("fp8_e4m3",) if fp8_kv else ())):
-        given = f"{args.kv_cache_dtype}{', which this checkpoint makes fp8_e4m3,' if quantized else ''}"
-        raise SparseArgumentError(
-            f"{settings.flag}: the KV cache dtype is {given} and the model's is {dtype}; "
-            f"allowed: {f'{plain}, fp8_e4m3' if fp8_kv else plain}"
-        )
+        given = f"{got}{', which this checkpoint makes fp8_e4m3,' if quantized else ''}"
+        said = f"{settings.flag}: the KV cache dtype is {given} and the model's is {dtype}"
+        raise SparseArgumentError(said, field=flag, got=got, allowed=(plain, "fp8_e4m3") if fp8_kv else plain)
     kind = settings.method.kind_of(args.get_model_config())
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
         allowed = [name for name in DENSE_BACKENDS[kind] if name in GPU_ONLY_BACKENDS]
-        raise SparseArgumentError(
-            f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
-            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
-        )
+        said = f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales"
+        where = "with --kv-cache-dtype fp8_e4m3"
+        raise SparseArgumentError(said, field="--attention-backend", got="torch_native", allowed=allowed, where=where)
     if cache == "fp8_e4m3" and kind != "MHA" and args.quantization_param_path is not None:
-        raise SparseArgumentError(
-            f"{settings.flag}: no model of SGLang with {kind} reads --quantization-param-path; allowed: none"
-        )
+        said, flag = f"{settings.flag}: no model of SGLang with {kind} reads ", "--quantization-param-path"
+        raise SparseArgumentError(said + flag, field=flag, got=args.quantization_param_path, allowed="none")
     if cache == "fp8_e4m3" and settings.prefill and not _has_scales(args):
         raise SparseArgumentError(
             f"{settings.flag}: fp8 KV without scales cuts off keys and values beyond 448, and the checkpoint names "
-            f"none; allowed with --sparse-prefill-method: --kv-cache-dtype {plain}, a checkpoint with scales of its KV "
-            "(kv_cache_scheme or kv_cache_quant_algo of its quantization), or --quantization-param-path FILE"
+            "none",
+            field=flag,
+            got=got,
+            allowed=f"--kv-cache-dtype {plain}, a checkpoint with scales of its KV (kv_cache_scheme or "
+            "kv_cache_quant_algo of its quantization), or --quantization-param-path FILE",
+            where="with --sparse-prefill-method",
         )
     if cache == "fp8_e4m3" and any(method.needs_float8 for method in settings.decode.methods):
-        _require_float8(settings, capability(gpu), plain)
+        _require_float8(settings, capability(gpu), plain, got)
     if dtype == "float32" and on_gpu(gpu):
-        raise SparseArgumentError(
-            f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
-        )
+        said, allowed = f"{settings.flag}: float32 models run on the CPU only", "--dtype bfloat16, float16"
+        raise SparseArgumentError(said, field="--dtype", got=dtype, allowed=allowed)
 
 
 def _has_scales(args: Arguments) -> bool:
@@ -367,10 +371,13 @@ def _makes_float8(quantization: Mapping[str, object]) -> bool:
     return is_float8(quantization.get("kv_cache_quant_algo"))
 
 
-def _require_float8(settings: Settings, found: tuple[int, int] | None, plain: str) -> None:
+def _require_float8(settings: Settings, found: tuple[int, int] | None, plain: str, got: str) -> None:
     """Refuse fp8 KV on a GPU without Triton support for it: the first request would end the server."""
     if found is not None and found < FLOAT8:
         raise SparseArgumentError(
             f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
-            f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype {plain}"
+            f"has {found[0]}.{found[1]}",
+            field="--kv-cache-dtype",
+            got=got,
+            allowed=f"--kv-cache-dtype {plain}",
         )

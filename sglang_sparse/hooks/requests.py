@@ -8,6 +8,7 @@ from typing import Any
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import FORCED_TOKENS, NAMESPACE, RequestOptions, namespaced, parse_options
 from sglang_sparse.config.settings import Settings, settings_of
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import refusals
 
 
@@ -15,7 +16,7 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
     """Around ``TokenizerManager._create_tokenized_object``: end a request with a bad field with HTTP status 400.
 
     Raises:
-        ValueError: names the field, its value and the allowed ones.
+        SparseArgumentError: names the field, its value and the allowed ones.
     """
     settings = settings_of(manager.server_args)
     if settings is not None:
@@ -23,9 +24,10 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
         options = _validate(settings, manager, sampling.get("custom_params"))
         tokenized = original(manager, obj, *args, **kwargs)
         if (width := tokenized.sampling_params.beam_width or 1) > 1:
-            raise ValueError(f"beam_width: got {width}, allowed on this server: 1")
+            raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
         if NAMESPACE in (tokenized.extra_key or ""):
-            raise ValueError(f"extra_key: got {tokenized.extra_key!r}, allowed: anything without {NAMESPACE!r}")
+            allowed = f"anything without {NAMESPACE!r}"
+            raise SparseArgumentError(field="extra_key", got=tokenized.extra_key, allowed=allowed)
         tokenized.extra_key = namespaced(tokenized.extra_key, options)
         return tokenized
     return original(manager, obj, *args, **kwargs)
@@ -33,10 +35,11 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
 
 def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:
     if params is not None and not isinstance(params, dict):
-        raise ValueError(f"custom_params: got {params!r}, allowed: a mapping")
+        raise SparseArgumentError(field="custom_params", got=params, allowed="a mapping")
     options = parse_options(settings, params)
     refusals.require_interval(options.rectify_interval, arguments.of(manager.server_args), manager.model_config)
     vocabulary = manager.model_config.vocab_size
     if any(token >= vocabulary for token in options.forced_tokens):
-        raise ValueError(f"{FORCED_TOKENS}: got {max(options.forced_tokens)}, allowed: ids below {vocabulary}")
+        got, allowed = max(options.forced_tokens), f"ids below {vocabulary}"
+        raise SparseArgumentError(field=FORCED_TOKENS, got=got, allowed=allowed)
     return options

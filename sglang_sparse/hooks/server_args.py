@@ -14,8 +14,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang_sparse.config import arguments
 from sglang_sparse.config.arguments import Arguments
 from sglang_sparse.config.files import read_config
-from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields, settings_of
+from sglang_sparse.config.settings import Settings, build, page_size_fields, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import apply, dsa_flags, refusals
 from sglang_sparse.methods import registry
 
@@ -133,14 +134,17 @@ def _config_json(server_args: Arguments) -> dict[str, object]:
     try:
         return PretrainedConfig.get_config_dict(server_args.model_path, revision=server_args.revision)[0]
     except OSError as error:
-        raise SparseArgumentError(f"cannot read config.json of {server_args.model_path}: {error}") from error
+        path = server_args.model_path
+        said = f"cannot read config.json of {path}: {error}"
+        raise SparseArgumentError(said, field="--model-path", got=path) from error
 
 
 def _refuse_orphans(server_args: Arguments) -> None:
     for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
         if getattr(server_args, config) is not None and not getattr(server_args, method):
             flag, needed = (f"--{name.replace('_', '-')}" for name in (config, method))
-            raise SparseArgumentError(f"{flag} needs {needed}, which was not given")
+            said = f"{flag} needs {needed}, which was not given"
+            raise SparseArgumentError(said, field=flag, got=getattr(server_args, config))
 
 
 def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv: list[str]) -> SparseServerArgs:

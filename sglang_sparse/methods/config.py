@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeGuard, TypeVar
 
 from pydantic import (
@@ -17,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from sglang_sparse.errors import SparseArgumentError, nearest, within
 from sglang_sparse.methods.layers import LAYERS_FORM, parse_layers
 
 if TYPE_CHECKING:
@@ -161,10 +161,6 @@ SHARED = tuple(field for field in RectifyConfig.model_fields if field != "layers
 C = TypeVar("C", bound=SparseConfig)
 
 
-class SparseArgumentError(ValueError):
-    """A sparse flag, config field or combination that cannot be served; the message is meant for the user."""
-
-
 def validated(
     origin: str,
     config_class: type[C],
@@ -182,31 +178,30 @@ def validated(
     Raises:
         SparseArgumentError: names each wrong field, what was got and what is allowed.
     """
-    try:
-        return config_class.model_validate(config_class.from_checkpoint(fields, checkpoint) if checkpoint else fields)
-    except ValidationError as error:
-        raise SparseArgumentError(_explain(origin, config_class, error)) from error
-    except ValueError as error:
-        raise SparseArgumentError(f"{origin}: {error}") from error
+    with within(origin):
+        try:
+            given = config_class.from_checkpoint(fields, checkpoint) if checkpoint else fields
+            return config_class.model_validate(given)
+        except ValidationError as error:
+            found = [refused_value(detail, list(config_class.model_fields)) for detail in error.errors()]
+            first, said = found[0], dict.fromkeys(map(str, found))
+            raise SparseArgumentError("; ".join(said), field=first.field, got=first.got) from error
 
 
-def explain_value(detail: ErrorDetails) -> str:
-    """Say of one of pydantic's errors which field it is about, what was got and what is allowed."""
-    field = detail["loc"][0] if detail["loc"] else "config"
-    return f"{field}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
+def refused_value(detail: ErrorDetails, fields: Sequence[str] = ()) -> SparseArgumentError:
+    """Return one of pydantic's errors as one that names the field, what was got and what is allowed.
 
-
-def _explain(origin: str, config_class: type[SparseConfig], error: ValidationError) -> str:
-    allowed = list(config_class.model_fields)
-    messages = []
-    for detail in error.errors():
-        field = str(detail["loc"][0]) if detail["loc"] else "config"
-        if detail["type"] == "extra_forbidden":
-            nearest = difflib.get_close_matches(field, allowed, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            message = f"unknown field {field!r}, allowed: {', '.join(allowed)}{hint}"
-        else:
-            message = explain_value(detail)
-        if message not in messages:
-            messages.append(message)
-    return f"{origin}: " + "; ".join(messages)
+    Args:
+        detail: an item of pydantic's ``errors()``.
+        fields: the fields that there are.
+    """
+    field, got = str(detail["loc"][0]) if detail["loc"] else "config", detail["input"]
+    if detail["type"] == "extra_forbidden":
+        said = f"unknown field {field!r}, allowed: {', '.join(fields)}"
+        return SparseArgumentError(said, field=field, got=got, hint=nearest(field, fields))
+    said = f"{field}: got {got!r}; {detail['msg'].removeprefix('Value error, ')}"
+    # A validator of the whole config names the field itself.
+    found = detail.get("ctx", {}).get("error")
+    if isinstance(found, SparseArgumentError):
+        field, got = found.field, found.got
+    return SparseArgumentError(said, field=field, got=got)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.methods.config import DEFAULT_CROSSOVER, MethodConfig, RectifyConfig, SparseConfig
 from sglang_sparse.methods.prefill import PrefillConfig, PrefillMethod
@@ -184,4 +185,4 @@ def _require_begin(name: str, method: PrefillMethod, begin: int) -> None:
     own = [rule for rule in ("boundary", "dense_from") if getattr(type(method), rule) != getattr(PrefillMethod, rule)]
     if method.dense_below != begin or own:
         found = f"has its own {own[0]}()" if own else f"begins at {method.dense_below} where {begin} is asked"
-        raise ValueError(f"{name} {found}; allowed: all sparse layers for it alone")
+        raise SparseArgumentError(f"{name} {found}", field="layers", got=name, allowed="all sparse layers for it alone")

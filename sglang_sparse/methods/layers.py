@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from sglang_sparse.errors import SparseArgumentError
+
 # The first and the last layer of a range; None is the model's last one.
 LayerSpan = tuple[int, int | None]
 LAYERS_FORM = '"all", ids or ranges such as "2-" or "0-3,8", or a list of ids'
@@ -22,7 +24,7 @@ def parse_spans(spec: str) -> list[LayerSpan]:
     for part in ("0-" if spec == "all" else spec).split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*)\s*)?", part)
         if match is None:
-            raise ValueError(f"must be {LAYERS_FORM}; got {spec!r}")
+            raise SparseArgumentError(f"must be {LAYERS_FORM}; got {spec!r}", field="layers", got=spec)
         first = int(match[1])
         spans.append((first, first if match[2] is None else int(match[3]) if match[3] else None))
     return spans
@@ -57,6 +59,8 @@ def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ..
     for (first, end), part in zip(spans, spec.split(","), strict=True):
         last = num_layers - 1 if end is None else end
         if first > last or last >= num_layers:
-            raise ValueError(f"layers {part.strip()!r}: the model has layers 0 to {num_layers - 1}")
+            named = part.strip()
+            said = f"layers {named!r}: the model has layers 0 to {num_layers - 1}"
+            raise SparseArgumentError(said, field="layers", got=named)
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, TypeVar
+
+from sglang_sparse.errors import SparseArgumentError, nearest
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.base import DecodeMethod
@@ -65,14 +66,10 @@ def require_known(flag: str, name: str, known: dict[str, str]) -> None:
     """Refuse a method name that nobody has registered.
 
     Raises:
-        ValueError: ``name`` is not in ``known``; the message has the list and the nearest name.
+        SparseArgumentError: ``name`` is not in ``known``; the message has the list and the nearest name.
     """
-    if name in known:
-        return
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    allowed = ", ".join(sorted(known))
-    raise ValueError(f"{flag}: got {name!r}, allowed: {allowed}{hint}")
+    if name not in known:
+        raise SparseArgumentError(field=flag, got=name, allowed=sorted(known), hint=nearest(name, known))
 
 
 def load_decode_method(name: str) -> type[DecodeMethod]:
@@ -137,7 +134,9 @@ def _load(flag: str, name: str, known: dict[str, str], base: type[T]) -> type[T]
         found = getattr(importlib.import_module(module), attribute)
     # The module of a third party may raise anything while it is imported.
     except Exception as error:
-        raise ValueError(f"{flag} {name}: cannot load {known[name]!r}: {error}") from error
+        said = f"{flag} {name}: cannot load {known[name]!r}: {error}"
+        raise SparseArgumentError(said, field=flag, got=name) from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{flag} {name}: cannot load {known[name]!r}: it is no subclass of {base.__name__}")
+        said = f"{flag} {name}: cannot load {known[name]!r}: it is no subclass of {base.__name__}"
+        raise SparseArgumentError(said, field=flag, got=name)
     return found

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, build
-from sglang_sparse.methods.config import explain_value
+from sglang_sparse.errors import SparseArgumentError
+from sglang_sparse.methods.config import refused_value
 from sglang_sparse.methods.registry import require_known
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
 from sglang_sparse.methods.support import KINDS
@@ -135,18 +136,19 @@ def _words(name: str, value: object) -> list[str]:
 _TABLES: dict[str, type[_Table]] = {"decode": Sparse, "prefill": Sparse, "measured": Measured}
 
 
-def _explain(origin: str, error: ValidationError) -> str:
-    messages = []
+def _refused(origin: str, error: ValidationError) -> SparseArgumentError:
+    found = []
     for detail in error.errors():
         where = [str(part) for part in detail["loc"]]
         table = _TABLES.get(where[0], Recipe) if len(where) > 1 else Recipe
         if detail["type"] in ("extra_forbidden", "missing"):
             what = "unknown" if detail["type"] == "extra_forbidden" else "missing"
-            message = f"{what} key {'.'.join(where)!r}, allowed: {', '.join(table.model_fields)}"
+            said = f"{what} key {'.'.join(where)!r}, allowed: {', '.join(table.model_fields)}"
+            found.append(SparseArgumentError(said, field=".".join(where), got=detail["input"]))
         else:
-            message = explain_value({**detail, "loc": (".".join(where),)})
-        messages.append(message)
-    return f"{origin}: {'; '.join(messages)}"
+            found.append(refused_value({**detail, "loc": (".".join(where),)}))
+    said = f"{origin}: {'; '.join(map(str, found))}"
+    return SparseArgumentError(said, field=found[0].field, got=found[0].got)
 
 
 def names() -> list[str]:
@@ -161,8 +163,8 @@ def load(name: str) -> Recipe:
         name: one of `names`, or the path of a ``.toml`` file.
 
     Raises:
-        ValueError: no recipe has this name, the file is unreadable or no TOML, or its keys or values are not those of a
-            recipe; names the value and the allowed ones.
+        SparseArgumentError: no recipe has this name, the file is unreadable or no TOML, or its keys or values are not
+            those of a recipe; names the value and the allowed ones.
     """
     own = name.endswith(".toml")
     if not own:
@@ -171,4 +173,4 @@ def load(name: str) -> Recipe:
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(_explain(f"--recipe {name}", error)) from error
+        raise _refused(f"--recipe {name}", error) from error

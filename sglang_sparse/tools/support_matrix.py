@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from sglang_sparse.config import arguments
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.machine import Gpu
-from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields
+from sglang_sparse.config.settings import Settings, build, page_size_fields
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import dsa_flags, refusals
 from sglang_sparse.hooks.limits import DENSE_BACKENDS, dense_backends
 from sglang_sparse.methods import registry

@@ -19,6 +19,7 @@ from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.config import machine
 from sglang_sparse.config.machine import package_versions
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.resa import Resa
@@ -32,7 +33,7 @@ Run = Callable[[int], Any]
 Timer = Callable[[Mapping[str, Run], int], Mapping[str, float]]
 
 
-class TuneError(ValueError):
+class TuneError(SparseArgumentError):
     """A measurement is impossible or does not answer the question; the message is meant for the user."""
 
 
@@ -53,7 +54,8 @@ class Step:
 
     def __init__(self, method: Resa, model: ModelShape, batch: int, context: int, longest: int, device: str) -> None:
         if context % method.config.page_size:
-            raise TuneError(f"--contexts: got {context}, allowed: multiples of the page size {method.config.page_size}")
+            allowed = f"multiples of the page size {method.config.page_size}"
+            raise TuneError(field="--contexts", got=context, allowed=allowed)
         self.method, self.model, self.batch, self.context = method, model, batch, context
         self.page_size = method.config.page_size
         self.scale = model.head_dim**-0.5
@@ -78,7 +80,8 @@ class Step:
         self.view.n_pages.copy_(self.rows.n_pages)
         self.view.n_select.copy_(method.n_select(self.rows.n_pages))
         if bool((self.view.n_select >= self.view.n_pages).any()):
-            raise TuneError(f"--contexts: of {context} tokens every page is selected, which is dense decode")
+            said = f"--contexts: of {context} tokens every page is selected, which is dense decode"
+            raise TuneError(said, field="--contexts", got=context)
 
     def sparse(self, layer: int) -> torch.Tensor:
         """The sparse step of a layer, ``[batch, q_heads, head_dim]``, as the backend of a server runs it."""
@@ -230,16 +233,16 @@ def crossing(points: Iterable[Point]) -> int:
     for point in sorted(points, key=lambda point: point.tokens):
         by_batch.setdefault(point.batch, []).append(point)
     if not by_batch:
-        raise TuneError("no batch is within --most-tokens")
+        raise TuneError("no batch is within --most-tokens", field="--most-tokens")
     found = [min(row[0].tokens for row in by_batch.values())]
     for batch, row in by_batch.items():
         slower = [i for i, point in enumerate(row) if point.sparse_us >= point.dense_us]
         if not slower:
             continue
         if slower[-1] + 1 == len(row):
-            raise TuneError(
-                f"a batch of {batch} is not faster sparse up to {row[-1].tokens} KV tokens: give longer --contexts"
-            )
+            most = row[-1].tokens
+            said = f"a batch of {batch} is not faster sparse up to {most} KV tokens: give longer --contexts"
+            raise TuneError(said, field="--contexts", got=most)
         before, after = row[slower[-1]], row[slower[-1] + 1]
         lost, won = before.sparse_us - before.dense_us, after.dense_us - after.sparse_us
         found.append(math.ceil(before.tokens + (after.tokens - before.tokens) * lost / (lost + won)))
@@ -276,6 +279,6 @@ def write(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
     try:
         rows = {key(row): row for row in json.loads(path.read_text())} if path.exists() else {}
     except (ValueError, KeyError, TypeError) as error:
-        raise TuneError(f"--out {path} is no table of crossovers: {error!r}") from error
+        raise TuneError(f"--out {path} is no table of crossovers: {error!r}", field="--out", got=path) from error
     rows |= {key(row): row for row in entries}
     path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.base import DecodeMethod, ModelShape
 from sglang_sparse.methods.config import Crossover, MethodConfig
 from sglang_sparse.methods.dsa import weights
@@ -97,9 +98,11 @@ class DsaConfig(MethodConfig):
     @classmethod
     def _nothing_to_rectify(cls, data: object) -> object:
         if isinstance(data, dict) and (given := [name for name in data if str(name).startswith("rectify_")]):
-            raise ValueError(
+            raise SparseArgumentError(
                 f"{given[0]}: there is nothing to rectify; the model was trained with its selection, in all layers and "
-                "at every length, so its KV is exact"
+                "at every length, so its KV is exact",
+                field=given[0],
+                got=data[given[0]],
             )
         return data
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.dsa.decode import AUTO, NATIVE, PORTABLE
 
 # Major compute capabilities that SGLang's kernels were written for: Hopper, and Blackwell for data centers.
@@ -92,8 +93,9 @@ def resolve(asked: str, facts: Facts) -> str:
     # What refuses "auto" first refuses "native" too.
     said = dict.fromkeys(f"not {NATIVE if choice == AUTO else choice}: {reason}" for choice, reason in reasons.items())
     others = [choice for choice in (PORTABLE, NATIVE) if choice not in tried and not _refuse(choice, facts)]
-    allowed = ", ".join([AUTO, *others] if others else ["nothing"])
-    raise ValueError(f"got {asked!r}, allowed: {allowed}; {'; '.join(said)}")
+    allowed = [AUTO, *others] if others else ["nothing"]
+    refused = f"got {asked!r}, allowed: {', '.join(allowed)}; {'; '.join(said)}"
+    raise SparseArgumentError(refused, field="implementation", got=asked)
 
 
 def _refuse(choice: str, facts: Facts) -> str | None:

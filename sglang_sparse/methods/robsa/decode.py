@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import torch
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, SparseIndices
 from sglang_sparse.methods.config import PAGE_SIZES, RectifyConfig
 from sglang_sparse.methods.fingerprint import misfit, overridden
@@ -127,7 +128,8 @@ class RobsaConfig(RectifyConfig):
         unread |= {"theta2"} if isinstance(self.calibration, str) else set()
         for name in sorted(unread):
             if (given := getattr(self, name)) != fields[name].default:
-                raise ValueError(f"{name}: got {given!r}, which needs a calibration with similarities")
+                said = f"{name}: got {given!r}, which needs a calibration with similarities"
+                raise SparseArgumentError(said, field=name, got=given)
         return self
 
 

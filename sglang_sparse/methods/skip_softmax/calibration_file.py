@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.config import is_number
 from sglang_sparse.methods.fingerprint import misfit
 from sglang_sparse.methods.layers import parse_layers
@@ -65,16 +66,18 @@ def resolved_fields(
         The fields, with ``threshold_scale_factor`` by phase and what it comes from as ``calibration``.
 
     Raises:
-        ValueError: one of both is wrong or has no use; names it, what was got and what is allowed.
+        SparseArgumentError: one of both is wrong or has no use; names it, what was got and what is allowed.
     """
     target, file = fields.get("target_sparsity"), fields.get("calibration_file")
     if target is None and file is None:
         return fields
     name, value = ("target_sparsity", target) if file is None else ("calibration_file", file)
     if "threshold_scale_factor" in fields:
-        raise ValueError(f"{name}: got {value!r} together with threshold_scale_factor; allowed: one of them")
+        said = f"{name}: got {value!r} together with threshold_scale_factor"
+        raise SparseArgumentError(said, field=name, got=value, allowed="one of them")
     if target is None:
-        raise ValueError(f"calibration_file: got {file!r} without target_sparsity; allowed: both, or neither")
+        said = f"calibration_file: got {file!r} without target_sparsity"
+        raise SparseArgumentError(said, field="calibration_file", got=file, allowed="both, or neither")
     shares = _shares(target, phases)
     others = {name: value for name, value in fields.items() if name not in ("target_sparsity", "calibration_file")}
     if file is None:
@@ -128,35 +131,38 @@ def _shares(target: object, phases: Sequence[str]) -> dict[str, float]:
     if not given or not set(given) <= set(phases) or len(shares) < len(given):
         several = "both phases, or a mapping with prefill or decode or both"
         allowed = several if len(phases) > 1 else f"{phases[0]}, or a mapping with it"
-        raise ValueError(f"target_sparsity: got {target!r}; must be a number from 0 to 1 for {allowed}")
+        said = f"target_sparsity: got {target!r}; must be a number from 0 to 1 for {allowed}"
+        raise SparseArgumentError(said, field="target_sparsity", got=target)
     return shares
 
 
 def _read(file: object) -> tuple[dict[str, object], SkipCalibration]:
     allowed = f"what {CALIBRATE} --model-path MODEL --out FILE.json wrote"
     if not isinstance(file, str):
-        raise ValueError(f"calibration_file: got {file!r}; allowed: the path of {allowed}")
+        said = f"calibration_file: got {file!r}"
+        raise SparseArgumentError(said, field="calibration_file", got=file, allowed=f"the path of {allowed}")
     try:
         content = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"calibration_file: cannot read {file!r}: {error}; allowed: {allowed}") from error
+        said = f"calibration_file: cannot read {file!r}: {error}"
+        raise SparseArgumentError(said, field="calibration_file", got=file, allowed=allowed) from error
     try:
         return content, SkipCalibration.model_validate(content["calibration"])
     except (KeyError, TypeError, ValidationError) as error:
         # Pydantic's first line says how many errors there are.
         detail = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" if detail else "it has no calibration"
-        raise ValueError(f"calibration_file: {file!r} is another file ({why}); allowed: {allowed}") from error
+        said = f"calibration_file: {file!r} is another file ({why})"
+        raise SparseArgumentError(said, field="calibration_file", got=file, allowed=allowed) from error
 
 
 def _require_range(file: object, found: SkipCalibration, shares: Mapping[str, float]) -> None:
     for phase, fit in found.phases.items():
         share = shares.get(phase)
         if share and not fit.lowest <= share <= fit.highest:
-            raise ValueError(
-                f"target_sparsity: got {share!r} for {phase}; allowed: {fit.lowest} to {fit.highest}, as {file} has "
-                "measured, or 0 (dense)"
-            )
+            allowed = f"{fit.lowest} to {fit.highest}, as {file} has measured, or 0 (dense)"
+            said = f"target_sparsity: got {share!r} for {phase}"
+            raise SparseArgumentError(said, field="target_sparsity", got=share, allowed=allowed)
 
 
 def _factors(
@@ -183,21 +189,23 @@ def _scale_factor(table: Mapping[str, object], origin: str) -> Mapping[str, obje
         if isinstance(group, dict) and any(group.get(key) == name for key, name in names)
     ]
     if len(found) != 1:
-        raise ValueError(
+        raise SparseArgumentError(
             f"target_sparsity: needs one {TABLE} for skip_softmax, as NVIDIA Model Optimizer leaves it in config.json; "
-            f"{origin} has {len(found)}; allowed without one: calibration_file, made by {CALIBRATE}, or "
-            "threshold_scale_factor"
+            f"{origin} has {len(found)}",
+            field=TABLE,
+            got=groups,
+            allowed=f"calibration_file, made by {CALIBRATE}, or threshold_scale_factor",
+            where="without one",
         )
     (group,) = found
     if ignored := group.get("ignore"):
-        raise ValueError(
-            f"target_sparsity: the {TABLE} of {origin} leaves layers dense (ignore: {ignored!r}), which is not read; "
-            "allowed: threshold_scale_factor and layers"
-        )
+        said = f"target_sparsity: the {TABLE} of {origin} leaves layers dense (ignore: {ignored!r}), which is not read"
+        raise SparseArgumentError(said, field=TABLE, got=ignored, allowed="threshold_scale_factor and layers")
     scale = group.get("threshold_scale_factor", table.get("threshold_scale_factor"))
     formula = scale.get("formula") if isinstance(scale, dict) else None
     if not isinstance(scale, dict) or str(formula).replace(" ", "") != FORMULA.replace(" ", ""):
-        raise ValueError(f"target_sparsity: the formula of {origin} is {formula!r}; allowed: {FORMULA!r}")
+        said = f"target_sparsity: the formula of {origin} is {formula!r}"
+        raise SparseArgumentError(said, field="formula", got=formula, allowed=repr(FORMULA))
     return scale
 
 
@@ -208,10 +216,9 @@ def _coefficients(scale: Mapping[str, object], phase: str, origin: str) -> dict[
     a, b = numbers.get("a"), numbers.get("b")
     # Beyond any calibration, and e ** 100 is still a number.
     if not is_factor(a) or not is_number(b) or not abs(b) <= MOST_EXPONENT:
-        raise ValueError(
-            f"target_sparsity: the coefficients of {origin} for {phase} are {found!r}; allowed: numbers a, at least 0, "
-            f"and b, up to {MOST_EXPONENT}"
-        )
+        said = f"target_sparsity: the coefficients of {origin} for {phase} are {found!r}"
+        allowed = f"numbers a, at least 0, and b, up to {MOST_EXPONENT}"
+        raise SparseArgumentError(said, field=phase, got=found, allowed=allowed)
     return {"a": a, "b": b}
 
 

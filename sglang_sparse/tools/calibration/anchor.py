@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import build
+from sglang_sparse.errors import within
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor, AnchorConfig
 from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.tools.calibration.capture import (
@@ -42,6 +43,7 @@ from sglang_sparse.tools.calibration.capture import (
 from sglang_sparse.tools.calibration.prompts import FLAGS, FORMS, Prompts
 from sglang_sparse.tools.calibration.recall import MAX_THETA, Kept, Tally
 from sglang_sparse.tools.calibration.report import layer_rows, report, same_theta_rows
+from sglang_sparse.tools.calibration.robsa_prompts import fitting
 
 CONFIG_FLAG = "--sparse-prefill-config"
 DEFAULT_LENGTHS = "32k"
@@ -69,17 +71,19 @@ def check(args: argparse.Namespace) -> None:
         CalibrationError: names the argument, what it was and what is allowed.
     """
     if not 0 < args.target_recall <= 1:
-        raise CalibrationError(f"--target-recall {args.target_recall}: allowed is above 0 and at most 1")
+        raise CalibrationError(field="--target-recall", got=args.target_recall, allowed="above 0 and at most 1")
     if args.head_floor is None:
         args.head_floor = max(0.0, round(1 - HEAD_LOSS * (1 - args.target_recall), 6))
     if not 0 <= args.head_floor <= args.target_recall:
-        raise CalibrationError(f"--head-floor {args.head_floor}: allowed is 0 to the target of {args.target_recall}")
+        allowed = f"0 to the target of {args.target_recall}"
+        raise CalibrationError(field="--head-floor", got=args.head_floor, allowed=allowed)
     if args.n < 1:
-        raise CalibrationError(f"--n {args.n}: allowed is 1 or more")
+        raise CalibrationError(field="--n", got=args.n, allowed="1 or more")
     if not args.prompts:
         raise CalibrationError(
             f"{FLAGS} is needed: files with texts such as the server will see ({FORMS}); a .txt is cut into prompts "
-            'of --lengths tokens, a line of .jsonl is one prompt, {"text": "…"} or {"messages": […]}'
+            'of --lengths tokens, a line of .jsonl is one prompt, {"text": "…"} or {"messages": […]}',
+            field=FLAGS,
         )
 
 
@@ -95,7 +99,8 @@ def base_method(config: str | None) -> Anchor:
     prefill = build(None, {}, "anchor", fields).prefill
     method, *others = prefill.methods if prefill else [None]
     if others or not isinstance(method, Anchor):
-        raise CalibrationError(f'{CONFIG_FLAG}: layers has several rules; allowed: those of anchor, as "2-"')
+        said, allowed = f"{CONFIG_FLAG}: layers has several rules", 'those of anchor, as "2-"'
+        raise CalibrationError(said, field="layers", got=fields.get("layers"), allowed=allowed)
     return method
 
 
@@ -106,11 +111,10 @@ def sparse_layers(method: Anchor, model: ModelFacts) -> tuple[int, ...]:
         CalibrationError: the method does not fit the model, or there are no such layers.
     """
     if reason := method.refuse(model):
-        raise CalibrationError(f"--method anchor does not fit {model.architecture}: {reason}")
-    try:
+        said = f"--method anchor does not fit {model.architecture}: {reason}"
+        raise CalibrationError(said, field="--model-path", got=model.architecture)
+    with within(CONFIG_FLAG, CalibrationError):
         return parse_layers(method.config.layers, model.num_hidden_layers)
-    except ValueError as error:
-        raise CalibrationError(f"{CONFIG_FLAG}: {error}") from error
 
 
 def measure(
@@ -187,7 +191,10 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     if not served:
         raise CalibrationError(
             f"no theta up to {MAX_THETA:g} reaches a recall of {args.target_recall} in any layer, with "
-            f"{args.head_floor} in every head; allowed: a lower --target-recall or --head-floor"
+            f"{args.head_floor} in every head",
+            field="--target-recall",
+            got=args.target_recall,
+            allowed="a lower --target-recall or --head-floor",
         )
     rows = layer_rows(measured, places)
     chosen = {row["layer"]: row["theta"] for row in rows}
@@ -222,10 +229,11 @@ def _require_lengths(lengths: Sequence[int], dense_below: int, context: int) -> 
     if lengths[0] <= dense_below:
         raise CalibrationError(
             f"--lengths {lengths[0]}: prompt tokens before position {dense_below} attend densely, allowed is more; for "
-            """shorter prompts lower the crossover: --sparse-prefill-config '{"crossover_tokens": 0}'"""
+            """shorter prompts lower the crossover: --sparse-prefill-config '{"crossover_tokens": 0}'""",
+            field="--lengths",
+            got=lengths[0],
         )
-    if lengths[-1] > context:
-        raise CalibrationError(f"--lengths {lengths[-1]}: the model's context is {context} tokens")
+    fitting(lengths, context, is_default=False)
 
 
 def conclude(config: dict[str, object], args: argparse.Namespace) -> None:

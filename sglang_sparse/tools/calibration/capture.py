@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sglang_sparse import __version__
+from sglang_sparse.errors import SparseArgumentError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,8 +27,10 @@ PACKAGES = ("torch", "transformers")
 OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
 
 
-class CalibrationError(ValueError):
+class CalibrationError(SparseArgumentError):
     """A measurement is impossible; the message is meant for the user."""
+
+    form = "{field} {got}: allowed is {allowed}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def loading(path: str, what: str = "") -> Iterator[None]:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" .")
         hint = "; --trust-remote-code allows it to run" if "custom code" in reason else ""
-        raise CalibrationError(f"--model-path {path}: {what}{reason}{hint}") from error
+        raise CalibrationError(f"--model-path {path}: {what}{reason}{hint}", field="--model-path", got=path) from error
 
 
 def model_facts(path: str, trust_remote_code: bool = False, revision: str | None = None) -> ModelFacts:
@@ -222,7 +225,8 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
     model.base_model(input_ids=ids, use_cache=False)
     layers = list(range(model.config.num_hidden_layers))
     if seen != layers:
-        raise CalibrationError(f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}")
+        said = f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}"
+        raise CalibrationError(said, field="--model-path", got=seen)
 
 
 def _attend(
@@ -242,9 +246,8 @@ def _attend(
     # Attention to all earlier tokens needs no mask.
     odd += ["a separate mask"] if attention_mask is not None else []
     if odd:
-        raise CalibrationError(
-            f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"
-        )
+        said = f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"
+        raise CalibrationError(said, field="--model-path", got=odd)
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
     show(Captured(layer, last, keys, values, scaling))

@@ -70,7 +70,9 @@ class Prompts:
             longest = max((len(text.tokens) for text in self._texts), default=0)
             raise CalibrationError(
                 f"{FLAGS}: a prompt of {length} tokens is needed and the longest of {len(self._texts)} texts has "
-                f"{longest}: give longer texts or shorter --lengths"
+                f"{longest}: give longer texts or shorter --lengths",
+                field=FLAGS,
+                got=longest,
             )
         return _chosen(found, n, f"{seed} {length}")
 
@@ -109,20 +111,22 @@ class Prompts:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise CalibrationError(f"{origin}: not valid JSON: {error}") from error
+            raise CalibrationError(f"{origin}: not valid JSON: {error}", field=FLAGS, got=line) from error
         fields = row if isinstance(row, dict) else {}
         text, messages = fields.get("text"), fields.get("messages")
         if isinstance(text, str):
             return self._start + self.encode(text)
         if not isinstance(messages, list):
-            raise CalibrationError(f'{origin}: allowed is an object with "text" (a string) or "messages" (a list)')
+            said = f'{origin}: allowed is an object with "text" (a string) or "messages" (a list)'
+            raise CalibrationError(said, field=FLAGS, got=line)
         from jinja2 import TemplateError
 
         try:
             return self._chat(messages)
         # What transformers and the template of a model raise for messages, or for want of a template.
         except (ValueError, TypeError, KeyError, TemplateError) as error:
-            raise CalibrationError(f"{origin}: the model's chat template refuses it: {error}") from error
+            said = f"{origin}: the model's chat template refuses it: {error}"
+            raise CalibrationError(said, field=FLAGS, got=line) from error
 
     def _chat(self, messages: Sequence[object]) -> list[int]:
         return self.encode(
@@ -156,8 +160,8 @@ def _without_middle(tokens: Sequence[int], longest: int) -> list[int]:
 
 def _content(file: Path) -> str:
     if not file.name.removesuffix(".xz").endswith((".txt", ".jsonl")):
-        raise CalibrationError(f"{FLAGS} {file}: allowed is {FORMS}")
+        raise CalibrationError(field=FLAGS, got=file, allowed=FORMS)
     try:
         return lzma.open(file, "rt").read() if file.suffix == ".xz" else file.read_text()
     except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise CalibrationError(f"{FLAGS} {file}: cannot be read ({error})") from error
+        raise CalibrationError(f"{FLAGS} {file}: cannot be read ({error})", field=FLAGS, got=file) from error

@@ -107,11 +107,12 @@ def check(args: argparse.Namespace) -> None:
         CalibrationError: names the argument, what it was and what is allowed.
     """
     if not 1 <= args.queries <= MAX_QUERIES:
-        raise CalibrationError(f"--queries {args.queries}: allowed is 1 to {MAX_QUERIES}")
+        raise CalibrationError(field="--queries", got=args.queries, allowed=f"1 to {MAX_QUERIES}")
     if args.n < len(args.lengths):
-        raise CalibrationError(f"--n {args.n}: allowed is one for each of the {len(args.lengths)} --lengths, or more")
+        allowed = f"one for each of the {len(args.lengths)} --lengths, or more"
+        raise CalibrationError(field="--n", got=args.n, allowed=allowed)
     if args.lengths[0] <= MAX_QUERIES:
-        raise CalibrationError(f"--lengths {args.lengths[0]}: allowed is more than {MAX_QUERIES}")
+        raise CalibrationError(field="--lengths", got=args.lengths[0], allowed=f"more than {MAX_QUERIES}")
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, object]:
@@ -136,7 +137,8 @@ def base_config(fields: dict[str, object], model: ModelFacts) -> RobsaConfig:
         CalibrationError: the method does not fit the model.
     """
     if reason := build("robsa", {"allow_uncalibrated": True}).method.refuse(model):
-        raise CalibrationError(f"--method robsa does not fit {model.architecture}: {reason}")
+        said = f"--method robsa does not fit {model.architecture}: {reason}"
+        raise CalibrationError(said, field="--model-path", got=model.architecture)
     # Some fields are refused without a calibration; for the check an empty one will do.
     return cast("RobsaConfig", build("robsa", {**fields, "calibration": EMPTY}).config)
 
@@ -157,7 +159,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     try:
         model_print = fingerprint(args.model_path, args.revision)
     except ValueError as error:
-        raise CalibrationError(f"--model-path {error}") from error
+        raise CalibrationError(f"--model-path {error}", field="--model-path", got=args.model_path) from error
     source = Prompts(args.prompts, args.model_path, args.trust_remote_code, args.revision)
     prompts = (draw_files if args.prompts else draw_mix)(source, args.n, lengths, args.seed)
     left_out = [length for length in args.lengths if length not in lengths]
@@ -212,7 +214,8 @@ def measure(
                 if not all(map(math.isfinite, found)):
                     raise CalibrationError(
                         f"--model-path: layer {captured.layer} has a similarity of {found.similarity} and a recall of "
-                        f"{found.recall} in {name}: its queries or keys are not finite in {captured.key.dtype}"
+                        f"{found.recall} in {name}: its queries or keys are not finite in {captured.key.dtype}",
+                        field="--model-path",
                     )
                 row["similarity"].append(found.similarity)
                 row["recall"].append(found.recall)

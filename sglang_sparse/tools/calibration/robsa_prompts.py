@@ -56,7 +56,9 @@ def draw_files(source: Prompts, n: int, lengths: Sequence[int], seed: int) -> li
             more = f" in addition to {len(lines)} lines of {SHORTEST} tokens or more" if lines else ""
             raise CalibrationError(
                 f"{FLAGS}: {wanted} prompts of {length} tokens are needed and the files have {len(drawn)}{more}: "
-                "give more texts, shorter --lengths or a smaller --n"
+                "give more texts, shorter --lengths or a smaller --n",
+                field=FLAGS,
+                got=len(drawn),
             )
         found += [Prompt("files", tokens, length) for tokens in drawn]
     return found
@@ -70,7 +72,8 @@ def fitting(lengths: Sequence[int], context: int, is_default: bool) -> list[int]
     """
     held = [length for length in lengths if length <= context]
     if len(held) < len(lengths) and not is_default:
-        raise CalibrationError(f"--lengths {max(lengths)}: the model's context is {context} tokens")
+        said = f"--lengths {max(lengths)}: the model's context is {context} tokens"
+        raise CalibrationError(said, field="--lengths", got=max(lengths))
     return held or [context]
 
 

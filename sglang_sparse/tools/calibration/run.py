@@ -40,9 +40,8 @@ class Partial:
         parsed = list(_parsed(lines))
         if parsed and parsed[0] != run:
             other = sorted(name for name in {*run, *parsed[0]} if parsed[0].get(name) != run.get(name))
-            raise CalibrationError(
-                f"{path}: is of an interrupted run with other {', '.join(other)}; remove it, or give another --out"
-            )
+            said = f"{path}: is of an interrupted run with other {', '.join(other)}; remove it, or give another --out"
+            raise CalibrationError(said, field="--out", got=path)
         self.rows: list[dict[str, Any]] = parsed[1:]
         # At any moment the file is the old one or the new one.
         whole = path.with_suffix(".tmp")

@@ -98,5 +98,6 @@ def _require_shared(captured: Captured, rope_dim: int) -> None:
     if not torch.allclose(last, last[:, :1].expand_as(last), rtol=0, atol=0, equal_nan=True):
         raise CalibrationError(
             f"--model-path: the last {rope_dim} dimensions of the keys of layer {captured.layer} differ between heads: "
-            "not the rotary key of MLA, which all heads share"
+            "not the rotary key of MLA, which all heads share",
+            field="--model-path",
         )

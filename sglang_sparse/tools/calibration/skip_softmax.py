@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, build
+from sglang_sparse.errors import within
 from sglang_sparse.methods.fingerprint import fingerprint
 from sglang_sparse.methods.groups import PrefillGroups
 from sglang_sparse.methods.layers import parse_layers
@@ -77,9 +78,9 @@ def check(args: argparse.Namespace) -> None:
         CalibrationError: names the argument, what it was and what is allowed.
     """
     if not 1 <= args.queries <= MAX_QUERIES:
-        raise CalibrationError(f"--queries {args.queries}: allowed is 1 to {MAX_QUERIES}")
+        raise CalibrationError(field="--queries", got=args.queries, allowed=f"1 to {MAX_QUERIES}")
     if args.n < 1:
-        raise CalibrationError(f"--n {args.n}: allowed is 1 or more")
+        raise CalibrationError(field="--n", got=args.n, allowed="1 or more")
 
 
 def use(args: argparse.Namespace) -> str:
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     try:
         model_print = fingerprint(args.model_path, args.revision)
     except ValueError as error:
-        raise CalibrationError(f"--model-path {error}") from error
+        raise CalibrationError(f"--model-path {error}", field="--model-path", got=args.model_path) from error
     source = Prompts(args.prompts, args.model_path, args.trust_remote_code, args.revision)
     prompts = {length: _draw(source, length, args) for length in lengths}
     _require_lengths(settings, prompts, args.queries)
@@ -159,17 +160,17 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _layers(settings: Settings, facts: ModelFacts) -> dict[str, list[int]]:
     assert settings.prefill is not None
     if len(settings.decode.methods) > 1 or len(settings.prefill.methods) > 1:
-        raise CalibrationError('layers has several rules; allowed: those of skip_softmax, as "2-"')
+        said, allowed = "layers has several rules", 'those of skip_softmax, as "2-"'
+        raise CalibrationError(said, field="layers", allowed=allowed)
     if reason := settings.prefill.refuse(facts) or settings.decode.refuse(facts):
-        raise CalibrationError(f"--method skip_softmax does not fit {facts.architecture}: {reason}")
+        said = f"--method skip_softmax does not fit {facts.architecture}: {reason}"
+        raise CalibrationError(said, field="--model-path", got=facts.architecture)
     found = {}
     for phase, config, flag in zip(
         PHASES, (settings.prefill.config, settings.config), (PREFILL_FLAG, CONFIG_FLAG), strict=True
     ):
-        try:
+        with within(flag, CalibrationError):
             found[phase] = list(parse_layers(config.layers, facts.num_hidden_layers))
-        except ValueError as error:
-            raise CalibrationError(f"{flag}: {error}") from error
     return found
 
 
@@ -198,7 +199,9 @@ def _require_lengths(settings: Settings, prompts: Mapping[int, Sequence[Sequence
                 f"position {dense_below} of prefill (crossover_tokens), in its last {tail} (dense_tail) and below "
                 f"{min_seq_len} tokens in decode (min_seq_len); allowed is {least} or more, with --queries {queries}; "
                 "for shorter prompts: "
-                f"""{CONFIG_FLAG} '{{"dense_fallback": "never"}}'"""
+                f"""{CONFIG_FLAG} '{{"dense_fallback": "never"}}'""",
+                field="--lengths",
+                got=length,
             )
 
 
@@ -236,7 +239,8 @@ def measure(
 def _finite(captured: Captured, found: Skipped) -> Skipped:
     if not all(map(math.isfinite, found.mass)):
         layer, dtype = captured.layer, captured.key.dtype
-        raise CalibrationError(f"--model-path: the attention of layer {layer} is not finite in {dtype}")
+        said = f"--model-path: the attention of layer {layer} is not finite in {dtype}"
+        raise CalibrationError(said, field="--model-path")
     return found
 
 

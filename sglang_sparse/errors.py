@@ -1,0 +1,69 @@
+"""Errors that name the flag or field at fault, its value and what is allowed; every folder may import this file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+
+class SparseArgumentError(ValueError):
+    """A sparse flag, config field, request option or combination that cannot be served; the message is for the user.
+
+    The message is ``said``, then what is allowed: ``{said}; allowed: {allowed}``. Without ``said`` it is ``form``.
+
+    Attributes:
+        field: the flag, config field, option or limit at fault, as a user writes it; empty if there is no single one.
+        got: its value.
+        allowed: the allowed values, as a text or a collection; empty if only the message says it.
+    """
+
+    form: ClassVar[str] = "{field}: got {got!r}, allowed{where}: {allowed}"
+
+    def __init__(
+        self,
+        said: str | None = None,
+        *,
+        field: str = "",
+        got: object = None,
+        allowed: str | Collection[object] = "",
+        where: str = "",
+        hint: str = "",
+    ):
+        """Compose the message.
+
+        Args:
+            said: what was got, in words; None for ``form``.
+            field: see the class.
+            got: see the class.
+            allowed: see the class.
+            where: follows the word "allowed", such as "on this server".
+            hint: ends the message, after a semicolon.
+        """
+        listed = allowed if isinstance(allowed, str) else ", ".join(map(str, allowed))
+        where = f" {where}" if where else ""
+        if said is None:
+            said = self.form.format(field=field, got=got, allowed=listed, where=where)
+        elif listed:
+            said = f"{said}; allowed{where}: {listed}"
+        super().__init__(f"{said}; {hint}" if hint else said)
+        self.field, self.got, self.allowed = field, got, allowed
+
+
+@contextmanager
+def within(origin: str, kind: type[SparseArgumentError] = SparseArgumentError) -> Iterator[None]:
+    """Make a ValueError in the block one of this kind that has the same fields and begins with ``origin``."""
+    try:
+        yield
+    except ValueError as error:
+        found = kind(f"{origin}: {error}")
+        if isinstance(error, SparseArgumentError):
+            found.field, found.got, found.allowed = error.field, error.got, error.allowed
+        raise found from error
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the question whether the known name that resembles ``name`` most was meant, or an empty text."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {found[0]!r}?" if found else ""
