@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from model_configs import write_config
 from plain_rocketkv import DIM, GROUP, HEADS, PAGE, SMALL, plain_keep, rocketkv
+from refusals import refused
 from sglang.srt import runtime_context
 from sglang.srt.plugins import load_plugins
 
@@ -186,8 +187,9 @@ def test_a_chunk_that_no_window_may_fit_is_refused(
     if anchor:
         flags |= {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps(GROUPS)}
     model = write_config(tmp_path, "qwen3")
-    with pytest.raises(ValueError, match=f"size is {chunk}; allowed: at least {needed}, so that the last {window} tok"):
+    with refused("--chunked-prefill-size", chunk) as caught:
         ServerArgs(model_path=model, chunked_prefill_size=chunk, **flags)
+    assert caught.value.allowed == f"at least {needed}, so that the last {window} tokens of a prompt fit one chunk"
     assert ServerArgs(model_path=model, chunked_prefill_size=needed, **flags).chunked_prefill_size == needed
     assert ServerArgs(model_path=model, chunked_prefill_size=-1, **flags).chunked_prefill_size == -1
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from refusals import refused
 
 from sglang_sparse import frontend
 from sglang_sparse.config.request_options import FORCED_TOKENS, SPARSE
@@ -94,39 +95,8 @@ def test_only_what_is_given_is_sent() -> None:
     assert frontend.options(topk=8, theta=None) == {"topk": 8}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("active_ratio", "0.1", "a number"),
-        ("active_ratio", True, "a number"),
-        ("theta", [1.0], "a number"),
-        ("theta1", "all", "a number"),
-        ("topk", 8.0, "an integer"),
-        ("threshold_scale_factor", {}, "a number, or a mapping with decode or prefill or both"),
-        ("threshold_scale_factor", {"decoding": 3}, "a number, or a mapping with decode or prefill or both"),
-        ("threshold_scale_factor", {"decode": True}, "a number, or a mapping with decode or prefill or both"),
-        ("exact_prefix", 1, "True or False"),
-        ("forced_tokens", 7, "a list of token ids"),
-        ("forced_tokens", [1, True], "a list of token ids"),
-        ("rectify_interval", 32.0, "an integer"),
-        ("rectify_interval", False, "an integer"),
-        ("sparse", 0, "True or False"),
-        ("sparse", "no", "True or False"),
-    ],
-)
-def test_wrong_types_name_the_field(field: str, value: Any, allowed: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        frontend.options(**{field: value})
-    assert str(caught.value) == f"{field}: got {value!r}, allowed: {allowed}"
-
-
-def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown option 'active_ration', allowed: sparse, active_ratio"):
-        frontend.options(active_ration=0.1)  # pyright: ignore[reportCallIssue]
-
-
 def test_a_wrong_type_is_refused_before_the_server_is_asked() -> None:
-    with pytest.raises(ValueError, match="active_ratio"):
+    with refused("active_ratio", "a tenth"):
         frontend.sparse_endpoint("http://127.0.0.1:1", active_ratio="a tenth")
 
 
@@ -206,7 +176,7 @@ def test_options_of_a_state_need_an_endpoint_that_carries_them(recorder: Recorde
     def dense(s: Any) -> None:
         frontend.set_options(s, sparse=False)
 
-    with pytest.raises(ValueError, match="backend is a RuntimeEndpoint; allowed: frontend"):
+    with refused("backend", "RuntimeEndpoint"):
         dense.run(backend=sgl.RuntimeEndpoint(recorder.url))
 
 

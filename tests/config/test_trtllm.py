@@ -71,32 +71,3 @@ def test_without_an_algorithm_names_are_ours_and_a_small_page_is_warned_of() -> 
     assert "page_size is 4, the tokens of a page of the KV cache; TensorRT-LLM's page_size is kt_page_size" in said
     for fields in (ROCKET, {}, {"page_size": 32, "kt_page_size": 2}):
         assert not build("rocketkv", fields).method.warnings()
-
-
-@pytest.mark.parametrize(
-    ("method", "fields", "said"),
-    [
-        ("rocketkv", {"algorithm": "dsa"}, "algorithm: got 'dsa', allowed with rocketkv: 'rocket'"),
-        ("rocketkv", {"sparse_attention_config": None}, "allowed: a table with an algorithm, rocket, dsa, skip_"),
-        ("rocketkv", {"sparse_attention_config": {"topk": 3}}, "allowed: a table with an algorithm, rocket, ds"),
-        ("rocketkv", {**ROCKET, "kt_page_size": 8}, "kt_page_size: got it by TensorRT-LLM's name, too"),
-        ("rocketkv", {**ROCKET, "page_size": 32}, "kt_page_size: got 32; must divide page_size (16)"),
-        ("rocketkv", {**ROCKET, "topr": 0.5}, "topr: got 0.5; Input should be a valid integer"),
-        ("rocketkv", {"seq_len_threshold": 64}, "seq_len_threshold: got 64, which has no counterpart here"),
-        ("rocketkv", {"seq_len_threshold": 64}, "here a row of fewer tokens than min_seq_len attends to all of them"),
-        ("skip_softmax", {**SKIP, "seq_len_threshold": 64}, "fewer tokens than min_seq_len"),
-        ("dsa", {"seq_len_threshold": 64}, "the model's index_topk decides it"),
-        ("dsa", {"indexer_max_chunk_size": 64}, "memory decides here how many queries the indexer takes at a time"),
-        ("dsa", {"algorithm": "dsa", "indexer_k_dtype": "fp4"}, "the indexer's keys are float8"),
-        (
-            "dsa",
-            {"algorithm": "dsa", "index_topk": 64},
-            "index_topk: got 64, which has no counterpart here: the model's own",
-        ),
-        ("resa", {"algorithm": "rocket"}, "unknown field 'algorithm'"),
-    ],
-)
-def test_what_means_something_else_here_is_refused(method: str, fields: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        resolved(fields, method)
-    assert f"--sparse-config of {method}: " in str(caught.value) and said in str(caught.value)

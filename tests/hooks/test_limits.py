@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from model_configs import CONFIGS, write_config
+from refusals import refused
 from sglang.srt.arg_groups.arg_utils import field_names
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs as StockServerArgs
@@ -163,12 +164,6 @@ MODELS = {
 CASES = [(table, trigger) for table, (_, _, triggers) in TABLES.items() for trigger in triggers]
 
 
-def refused(model: str, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        ServerArgs(model_path=model, **kwargs)
-    return str(caught.value)
-
-
 def limit_of(table: str, name: str) -> support.FlagLimit:
     (found,) = (limit for limit in LIMITS[table] if limit.name == name)
     return found
@@ -217,14 +212,15 @@ def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeyp
     model = write_config(tmp_path, "own_sparse_attention" if table == "INDEXER_LIMITS" else "qwen3")
     if trigger.variable:
         monkeypatch.setenv(trigger.variable, trigger.value or "1")
-    message = refused(model, **asked, **trigger.flags)
-    assert message.startswith(beginning)
-    assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in message
+    with refused(trigger.limit, trigger.got) as caught:
+        ServerArgs(model_path=model, **asked, **trigger.flags)
+    assert str(caught.value).startswith(beginning)
+    assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("limit", "name"), [(limit, name) for limit, names in MODELS.items() for name in names])
 def test_a_model_is_refused(limit: str, name: str, tmp_path: Path) -> None:
     (found,) = (one for one in limits.MODEL_LIMITS if one.name == limit)
-    message = refused(write_config(tmp_path, name), sparse_method="resa")
-    assert message.startswith(f"--sparse-method resa does not fit {CONFIGS[name]['architectures'][0]}: ")
-    assert f"{limit}: {found.reason}" in message
+    with refused("--model-path", CONFIGS[name]["architectures"][0]) as caught:
+        ServerArgs(model_path=write_config(tmp_path, name), sparse_method="resa")
+    assert f"{limit}: {found.reason}" in str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import write_config
+from refusals import refused
 from safetensors.torch import save_file
 from sglang.srt.plugins import load_plugins
 
@@ -17,7 +17,6 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.attention.plan import plan_decode
-from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import refusals
 from sglang_sparse.methods.fingerprint import INDEX
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next 
 TINY_DSA = "eval/models/tiny-dsa"
 
 
-def refused(model: str, config: str | None = None, **kwargs: Any) -> str:
+def refusal_of(model: str, config: str | None = None, **kwargs: Any) -> str:
     with pytest.raises(ValueError) as caught:
         ServerArgs(model_path=model, sparse_method="dsa", sparse_config=config, **kwargs)
     return str(caught.value)
@@ -38,13 +37,6 @@ def test_a_model_with_an_indexer_resolves() -> None:
     assert (args.attention_backend, args.page_size) == ("dsa", 64)
     config = json.loads(args.sparse_config)
     assert config["min_seq_len"] == 0 and config["implementation"] == "portable"
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "mla"])
-def test_other_models_are_told_what_fits_them(tmp_path: Path, kind: str) -> None:
-    message = refused(write_config(tmp_path, kind))
-    assert "dsa needs a model with a trained indexer" in message
-    assert "resa, rocketkv or skip_softmax for MHA and GQA models, robsa for MLA models" in message
 
 
 @pytest.mark.parametrize(
@@ -65,7 +57,7 @@ def test_other_models_are_told_what_fits_them(tmp_path: Path, kind: str) -> None
 def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], expected: str) -> None:
     config = json.loads((Path(TINY_DSA) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    assert expected in refused(str(tmp_path))
+    assert expected in refusal_of(str(tmp_path))
 
 
 LAYER = "model.layers.{}.self_attn"
@@ -105,7 +97,7 @@ def test_weights_of_another_indexer(tmp_path: Path, name: str, shape: list[int],
     tensor, other = f"{LAYER.format(2)}.indexer.{name}.weight", {"model.norm.weight": torch.zeros(1)}
     save(folder, other, {**indexers(), tensor: torch.zeros(shape)})
     for path in (folder, link):
-        message = refused(str(path))
+        message = refusal_of(str(path))
         assert "its weights have another indexer than its config says" in message and expected in message
     # As at random as those of `--load-format dummy`.
     ServerArgs(model_path=str(folder), sparse_method="dsa", load_format="dummy")
@@ -119,13 +111,13 @@ def test_weights_of_another_indexer(tmp_path: Path, name: str, shape: list[int],
 
 def test_weights_without_an_indexer(tmp_path: Path) -> None:
     save(tmp_path, {f"{LAYER.format(0)}.o_proj.weight": torch.zeros(1)})
-    assert "its weights have no indexer: no tensor has '.indexer.' in its name" in refused(str(tmp_path))
+    assert "its weights have no indexer: no tensor has '.indexer.' in its name" in refusal_of(str(tmp_path))
 
 
 def test_weights_with_indexers_in_some_layers_or_parts_of_one(tmp_path: Path) -> None:
     """And those of a layer beyond the model's, for speculative decoding, are no matter."""
     save(tmp_path, indexers(1) | {f"{LAYER.format(4)}.indexer.wk.weight": torch.zeros(1)})
-    message = refused(str(tmp_path))
+    message = refusal_of(str(tmp_path))
     assert "no tensor of layers.1.indexer.wq_b, layers.1.indexer.wk, layers.1.indexer.k_norm and 9 more" in message
     assert "allowed: weights with wq_b, wk, k_norm, weights_proj in each of its 4 layers" in message
     for part in PARTS:
@@ -133,7 +125,7 @@ def test_weights_with_indexers_in_some_layers_or_parts_of_one(tmp_path: Path) ->
             name: tensor for name, tensor in indexers().items() if f"layers.3.self_attn.indexer.{part}." not in name
         }
         save(tmp_path, some)
-        assert f"no tensor of layers.3.indexer.{part}; allowed" in refused(str(tmp_path))
+        assert f"no tensor of layers.3.indexer.{part}; allowed" in refusal_of(str(tmp_path))
     for kind in ("qweight", "weight_packed"):
         save(
             tmp_path, indexers(kind=kind, dtype=torch.uint8) | {f"{LAYER.format(4)}.indexer.wk.weight": torch.zeros(1)}
@@ -144,10 +136,10 @@ def test_weights_with_indexers_in_some_layers_or_parts_of_one(tmp_path: Path) ->
 def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
     shutil.copy(Path(TINY_DSA) / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    assert "model.safetensors: cannot be read as safetensors" in refused(str(tmp_path))
+    assert "model.safetensors: cannot be read as safetensors" in refusal_of(str(tmp_path))
     header = b'{"a": {"data_offsets": [0, 0]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert "model.safetensors: cannot be read as safetensors" in refused(str(tmp_path))
+    assert "model.safetensors: cannot be read as safetensors" in refusal_of(str(tmp_path))
 
 
 def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,39 +155,6 @@ def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pyt
     assert asked == [("someone/model", "config.json")] * 2
 
 
-@pytest.mark.parametrize(
-    ("config", "kwargs", "expected"),
-    [
-        ('{"rectify_interval": 32}', {}, "there is nothing to rectify; the model was trained with its selection"),
-        ('{"min_seq_len": 4096}', {}, "min_seq_len: got 4096; must be 0 with dsa"),
-        ('{"layers": "2-"}', {}, "layers: got '2-'; must be 'all' with dsa"),
-        ('{"page_size": 16}', {}, "page_size: got 16; must be 64 with dsa"),
-        ('{"check_exactness": true}', {}, "check_exactness: got True; must be False with dsa"),
-        ('{"implementation": "native"}', {}, "implementation: got 'native', allowed: auto, portable; not native: this"),
-        ('{"implementation": {"topk": "portable"}}', {}, "one choice is for all stages: must be "),
-        (None, {"page_size": 16}, "a page size (got 16): the indexer's keys are laid out in pages of 64"),
-        (None, {"attention_backend": "torch_native"}, "'torch_native' is not supported; allowed: dsa"),
-        (
-            None,
-            {"kv_cache_dtype": "fp8_e5m2"},
-            "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16, bfloat16",
-        ),
-        (None, {"dtype": "float16"}, "a float16 model (got 'float16'): the kernels take bfloat16; allowed: --dtype bf"),
-        (None, {"dtype": "half", "kv_cache_dtype": "auto"}, "a float16 model (got 'half')"),
-        (
-            None,
-            {"dsa_paged_mqa_logits_backend": "deepgemm"},
-            "--dsa-paged-mqa-logits-backend is deepgemm and the index",
-        ),
-        (None, {"enable_return_indexer_topk": True}, "returned indexer top-k"),
-        (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
-        (None, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV32ForCausalLM"),
-    ],
-)
-def test_flags(config: str | None, kwargs: dict[str, Any], expected: str) -> None:
-    assert expected in refused(TINY_DSA, config, **kwargs)
-
-
 def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> None:
     model = SimpleNamespace(dtype=torch.bfloat16)
     args: Any = SimpleNamespace(
@@ -204,7 +163,7 @@ def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> Non
         quantization_param_path=None,
         get_attention_backends=lambda: ["dsa"],
     )
-    with pytest.raises(ValueError, match=r"the KV cache dtype is fp8_e4m3 and the model's is bfloat16; allowed: auto$"):
+    with refused("--kv-cache-dtype", "fp8_e4m3"):
         refusals.require_dtypes(args, build("rocketkv", {}))
     for method in ("resa", "dsa"):
         refusals.require_dtypes(args, build(method, {}))
@@ -219,9 +178,3 @@ def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:
     assert plan.sparse and plan.groups[0].n_select.tolist() == [48, 48, 48]
     assert plan.covered.tolist() == [False, True, False]
     assert not plan_decode(settings.decode, torch.tensor([48, 3])).sparse
-
-
-@pytest.mark.parametrize("params", [{"sparse": False}, {"rectify_interval": 8}, {"min_seq_len": 1}])
-def test_requests_cannot_change_what_the_model_was_trained_for(params: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(params))):
-        parse_options(build("dsa", {}), params)

