@@ -271,7 +271,7 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     _require_fit(asked, model, reason)
 
 
-def _require_fit(flag: str, model: Any, reason: str | None) -> None:
+def _require_fit(flag: str, model: ModelConfig, reason: str | None) -> None:
     if reason:
         architecture = (model.hf_config.architectures or ["unknown"])[0]
         said = f"{flag} does not fit {architecture}: {reason}"
