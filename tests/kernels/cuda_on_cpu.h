@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include <setjmp.h>
@@ -174,6 +175,7 @@ static void atomicMin(unsigned* place, unsigned value) { *place = min(*place, va
 static void atomicMax(unsigned* place, unsigned value) { *place = max(*place, value); }
 
 static uint4 load(const unsigned char* place) { return *(const uint4*)place; }
+static float4 load_four(const float* place) { return {place[0], place[1], place[2], place[3]}; }
 
 // Numbers of two bytes: bfloat16 or float16.
 static float of_float16(unsigned bits) {
@@ -193,6 +195,7 @@ static unsigned half_of(bool bfloat16, float value) {
     std::memcpy(&half, &number, sizeof half);
     return half;
 }
+static unsigned short to_float16(float value) { return half_of(false, value); }
 static unsigned pack_as(bool bfloat16, float first, float second) {
     return half_of(bfloat16, first) | half_of(bfloat16, second) << 16;
 }
@@ -360,4 +363,15 @@ static void launch(unsigned columns, unsigned rows, unsigned threads, unsigned s
         }
         take_turns(all);
     }
+}
+
+// Runs a kernel of these arguments, pointers and numbers; false if it takes more or fewer.
+template <typename... Types>
+static bool launch(void (*kernel)(Types...), unsigned columns, unsigned rows, unsigned threads, unsigned size,
+                   const long long* arguments, unsigned count) {
+    if (count != sizeof...(Types)) return false;
+    [&]<std::size_t... place>(std::index_sequence<place...>) {
+        launch(columns, rows, threads, size, [=] { kernel((Types)arguments[place]...); });
+    }(std::index_sequence_for<Types...>{});
+    return true;
 }

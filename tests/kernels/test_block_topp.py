@@ -1,17 +1,25 @@
 """Top-p selection: reference against a sorted list of integers, Triton against the reference, exactly."""
 
+import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cuda_library import emulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_runs import assert_replays
 
-from sglang_sparse_kernels.block_topp import block_topp, cuda, reference
+from sglang_sparse_kernels.block_topp import cuda, reference
 from sglang_sparse_kernels.block_topp.cases import CASES, Case, make, random_rows
+from sglang_sparse_kernels.common import nvrtc
 
 Result = tuple[torch.Tensor, torch.Tensor]
+# Of the CUDA kernel on the CPU: threads and what each holds; all hold rows of 2,048 blocks.
+SHAPES = [(64, 32), (256, 8)]
+on_cpu = emulated((cuda.SOURCE, "block_topp", dict(zip(("THREADS", "ITEMS"), shape, strict=True))) for shape in SHAPES)
 
 
 def outputs(arguments: dict[str, Any]) -> Result:
@@ -241,14 +249,6 @@ def test_stats_count_overflows_apart_from_other_complete_rows(implementation: st
     assert arguments["stats"].tolist() == [1 + 4, 2 + 200, 3 + 200, 4 + 1]
 
 
-def test_rows_of_wider_tensors(device: str) -> None:
-    arguments = make(CASES[0], device)
-    expected = run_reference(arguments)
-    wide = {name: torch.cat([arguments[name]] * 2, dim=1)[:, :100] for name in ("mass", "block_table")}
-    assert not wide["mass"].is_contiguous()
-    assert_equal(block_topp(**{**arguments, **wide}, out=outputs(arguments)), expected)
-
-
 MASSES = st.one_of(
     st.lists(st.floats(0, 0.125, width=32), min_size=1, max_size=60),
     st.lists(st.sampled_from([0.0, -0.0, 2.0**-30, 2.0**-29, 2.0**-31, 0.015625, 0.03125]), min_size=1, max_size=60),
@@ -264,21 +264,80 @@ def test_selects_the_head_of_a_sorted_list(device: str, mass: list[float], capac
         assert run_row(implementation, one_row(mass, capacity, top_p, device)) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mass": torch.zeros(4)}, "mass must have 2 dimensions, got shape"),
-        ({"mass": torch.zeros(4, 200)[:, ::2]}, "mass must be contiguous along its last dimension, got the strides"),
-        ({"block_table": torch.zeros(4, 200).int()[:, ::2]}, "block_table must be contiguous along its last dimension"),
-        ({"block_table": torch.zeros(4, 99).int()}, r"block_table must have the shape \(4, 100\), got \(4, 99\)"),
-        ({"n_blocks": torch.zeros(4).long()}, "n_blocks must have one of the dtypes torch.int32, got torch.int64"),
-        ({"capacity": torch.zeros(3).int()}, r"capacity must have the shape \(4,\), got \(3,\)"),
-        ({"top_p": torch.ones(8)[::2]}, "top_p must be contiguous, got the strides"),
-        ({"stats": torch.zeros(3).long()}, r"stats must have the shape \(4,\), got \(3,\)"),
-        ({"out": (torch.zeros(4, 100).int(), torch.zeros(4, 1).int())}, "indices must have 3 dimensions"),
-        ({"out": (torch.zeros(4, 1, 100).int(), torch.zeros(4).int())}, "counts must have 2 dimensions"),
-    ],
-)
-def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        block_topp(**{**make(CASES[0], "cpu"), **change})
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_replays_of_a_graph_give_the_same_bits(implementation: str, device: str) -> None:
+    """A hundred times, between kernels that are launched dependently, into poisoned outputs."""
+    run = importlib.import_module(f"sglang_sparse_kernels.block_topp.{implementation}").block_topp
+    arguments = make(Case((4096, 37, 0, 1000), (2000, 30, 4, 10), (0.9,) * 4, width=8192), device)
+    expected, out, mass = run_reference(arguments), outputs(arguments), arguments["mass"].clone()
+
+    def step() -> None:
+        arguments["mass"].copy_(mass)
+        for _ in range(2):
+            run(**arguments, out=out)
+
+    def same() -> bool:
+        assert_equal(out, expected)
+        return True
+
+    assert_replays(step, [(arguments["mass"], 0), (out[0], -1), (out[1], -1)], same)
+
+
+@pytest.fixture(params=SHAPES, ids="{0[0]}x{0[1]}".format)
+def check(request: pytest.FixtureRequest, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Compares a shape of the kernel with the reference; what the kernel leaves unwritten stays -1."""
+    threads, items = request.param
+    monkeypatch.setattr(cuda, "_THREADS", threads)
+    monkeypatch.setattr(cuda, "_ITEMS", (items,))
+
+    def compare(arguments: dict[str, Any]) -> None:
+        results = []
+        for implementation in (reference, cuda):
+            given = {**arguments, "out": outputs(arguments), "stats": torch.zeros(4, dtype=torch.int64)}
+            results.append((*implementation.block_topp(**given), given["stats"]))
+        assert_equal(results[1][:2], results[0][:2])
+        assert torch.equal(results[1][2], results[0][2])
+
+    return compare
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only], ids=str)
+def test_the_emulated_cuda_kernel_equals_the_reference(case: Case, check: Callable[..., None]) -> None:
+    check(make(case, "cpu"))
+
+
+@pytest.mark.parametrize("mass", ["concentrated", "flat", "ties", "constant", "zeros", "one"])
+def test_long_rows(mass: str, check: Callable[..., None]) -> None:
+    """Of all distributions: with bins that are divided up to three times."""
+    for top_p in (1e-9, 0.3, 0.9, 0.99999):
+        check(make(Case((2000, 1537), (1900, 1536), (top_p, top_p), mass), "cpu"))
+
+
+@pytest.mark.parametrize("width", [7, 64, 130, 700])
+def test_any_row(width: int, check: Callable[..., None]) -> None:
+    for seed in range(3):
+        check(random_rows(8, width, "cpu", seed))
+
+
+def test_numbers_of_any_size(check: Callable[..., None]) -> None:
+    """One next to the other, around powers of two, where leading bits change."""
+    for power in range(-29, 0, 3):
+        mass = 2.0**power + torch.arange(-40, 40)[torch.randperm(80)] * 2.0**-30
+        mass = torch.cat([mass, torch.tensor([max(0.0, 1.0 - float(mass.sum()))])]).clamp(min=0)[None]
+        options = {"dtype": torch.int32}
+        for top_p in (1e-6, 0.01, 0.5, 0.999):
+            rows = {
+                "mass": mass.float(),
+                "block_table": torch.arange(81, **options)[None],
+                "n_blocks": torch.tensor([81], **options),
+                "capacity": torch.tensor([80], **options),
+                "top_p": torch.tensor([top_p]),
+            }
+            check(rows)
+
+
+def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not cuda.takes(torch.empty(1, 8))
+    monkeypatch.setattr(nvrtc, "available", lambda _: True)
+    assert cuda.takes(torch.empty(1, 32768)) and not cuda.takes(torch.empty(1, 32769))

@@ -1,21 +1,29 @@
 """Token selection: the reference against stable sorts one by one, and the kernels against the reference."""
 
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cuda_library import emulated
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from kernel_runs import assert_replays, scramble
 
-from sglang_sparse_kernels.common import checks
+from sglang_sparse_kernels.common import checks, nvrtc
 from sglang_sparse_kernels.common.launch import dependent_launch, num_processors
 from sglang_sparse_kernels.index_topk import cuda, index_topk, portable, reference
-from sglang_sparse_kernels.index_topk.cases import CASES, Case, make
+from sglang_sparse_kernels.index_topk.cases import CASES, KINDS, Case, make
 from sglang_sparse_kernels.index_topk.cuda import Shape
 
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1.0, -1.0, 1e-40, -1e-40, 3e38, -3e38]
 SMALL = [case for case in CASES if not case.gpu_only]
+# Few candidates, so that rows are sampled and overflow that are short enough for a CPU.
+SHAPES = [Shape(*shape) for shape in ((1, 64, 96), (2, 64, 96), (4, 32, 64), (8, 32, 48), (1, 256, 4992))]
+ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: f"cluster{shape.cluster}")
+on_cpu = emulated((cuda.SOURCE, "index_topk", shape.defines) for shape in SHAPES)
+emulation = pytest.mark.usefixtures("on_cpu")
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -35,6 +43,11 @@ def run(implementation: Any, arguments: dict[str, Any], **options: Any) -> Found
 
 def same(ours: Found, theirs: Found) -> bool:
     return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def check(arguments: dict[str, Any], shape: Shape) -> None:
+    """Compare the CUDA kernel with the reference."""
+    assert same(run(cuda, arguments, shape=shape), run(reference, arguments))
 
 
 def best(logits: list[float], topk: int) -> list[int]:
@@ -60,6 +73,12 @@ def test_the_reference_is_the_head_of_a_stable_sort(case: Case) -> None:
         taken += len(expected)
     held = sum(length for length, count in zip(case.lengths, counts.tolist(), strict=True) if count)
     assert stats.tolist() == [5 + int((counts > 0).sum()), 6 + taken, 7 + held]
+
+
+@emulation
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_the_emulated_cuda_kernel_equals_the_reference(case: Case) -> None:
+    check(make(case, "cpu"), SHAPES[0])
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -176,17 +195,8 @@ def test_replays_of_a_graph_give_the_same_bits(queries: int, kind: str, device: 
         index_topk(**arguments, out=out)
         index_topk(**arguments, out=out)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for _ in range(100):
-        arguments["logits"].zero_()
-        for tensor in out:
-            tensor.fill_(-7)
-        graph.replay()
-        assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
+    poisoned = [(arguments["logits"], 0), *((tensor, -7) for tensor in out)]
+    assert_replays(step, poisoned, lambda: all(torch.equal(*pair) for pair in zip(out, expected, strict=True)))
 
 
 @pytest.mark.gpu
@@ -194,3 +204,105 @@ def test_nvidia_gpus_take_the_cuda_kernel(device: str) -> None:
     most = Shape(8 if dependent_launch(torch.device(device)) else 1, 512).max_tokens
     assert cuda.takes(torch.empty(1, most, device=device), 4096) and num_processors(torch.device(device)) > 1
     assert not cuda.takes(torch.empty(1, most + 1, device=device), 4096)
+
+
+@emulation
+@ALL_SHAPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_clusters_equal_the_reference(kind: str, shape: Shape) -> None:
+    case = Case((shape.max_tokens if shape.cluster == 1 else 3000, 130, 7), 60, (3, 0, 2), kind=kind, gap=2)
+    check(make(case, "cpu"), shape)
+
+
+@emulation
+@ALL_SHAPES
+@pytest.mark.parametrize("seed", range(4))
+def test_any_row(seed: int, shape: Shape) -> None:
+    """Of any length and place, also shorter than the cluster, with few or many logits equal, infinite or far out."""
+    pick = random.Random(seed)
+    topk = pick.choice((1, 3, 40, 90, 200))
+    near = [max(0, topk + change) for change in (-1, 0, 1)]
+    lengths = tuple(pick.choice((pick.randint(0, 9), *near, pick.randint(10, 400), 1500)) for _ in range(3))
+    first = tuple(pick.randint(0, 9) for _ in lengths)
+    arguments = make(Case(lengths, topk, first, gap=pick.randint(0, 3)), "cpu", seed)
+    scramble(arguments["logits"], pick, seed)
+    if pick.random() < 0.5:
+        arguments["wanted"] = torch.tensor([pick.randint(-1, topk + 1) for _ in lengths], dtype=torch.int32)
+    arguments["nothing"] = pick.choice((0, -1))
+    check(arguments, shape)
+
+
+@emulation
+@ALL_SHAPES
+def test_a_sample_that_says_nothing(shape: Shape) -> None:
+    """Hardly a logit is as high as those that are looked at, or as low; or it sees one of two values alone."""
+    arguments = make(Case((1600,) * 4, 50), "cpu")
+    logits = arguments["logits"]
+    pieces = min(256, shape.candidates // 4, 400 // 4)
+    seen = 4 * (torch.arange(pieces).float() * (400 / pieces)).int()[:, None] + torch.arange(8)
+    for row, value in enumerate((100.0, -100.0)):
+        logits[row, seen.flatten()] += value
+    logits[2, ::2], logits[2, 1::2] = -math.inf, math.nan
+    logits[3, ::3], logits[3, 1::3], logits[3, 2::3] = math.inf, -math.inf, 0.0
+    check(arguments, shape)
+
+
+@emulation
+def test_what_is_not_wanted_is_not_written() -> None:
+    arguments = make(Case((300, 0, 40), 50), "cpu")
+    expected = run(reference, arguments)
+    del arguments["page_table"], arguments["rows"]
+    offsets = torch.tensor([3, 4, 5]).int()
+    positions, counts, slots, _ = run(cuda, {**arguments, "offsets": offsets}, shape=SHAPES[0])
+    assert torch.equal(positions, expected[0]) and torch.equal(counts, expected[1])
+    assert torch.equal(slots, torch.where(positions < 0, -1, positions + torch.tensor([[3], [4], [5]])))
+
+
+@emulation
+@pytest.mark.parametrize("topk", [700, 2500])
+def test_a_block_of_the_size_that_gpus_get(topk: int) -> None:
+    """More than the histogram has room for are written in turns."""
+    check(make(Case((6000,), topk, (1,)), "cpu"), SHAPES[-1])
+
+
+@pytest.mark.parametrize(
+    ("width", "queries", "topk", "clusters", "expected"),
+    [
+        (131136, 1, 2048, True, Shape(8, 512)),
+        (131136, 32, 2048, True, Shape(4, 512)),  # as many blocks as have a multiprocessor
+        (131136, 34, 2048, True, Shape(2, 512)),
+        (32768, 1, 2048, True, Shape(4, 512)),  # as many as have enough to do
+        (9000, 1, 2048, True, Shape(1, 512)),
+        (9000, 1, 2048, False, Shape(1, 512)),  # a GPU without clusters
+        (131136, 8192, 2048, True, Shape(1, 256)),
+        (131136, 8192, 4096, False, Shape(1, 256)),
+        (131136, 8192, 4096, True, Shape(2, 512)),  # candidates that one block could not keep
+        (163840, 8192, 2048, True, Shape(2, 512)),  # as many as hold the row
+        (1 << 20, 8192, 2048, True, Shape(8, 512)),
+    ],
+)
+def test_shapes(width: int, queries: int, topk: int, clusters: bool, expected: Shape) -> None:
+    assert cuda.shape_of(width, queries, topk, 132, clusters) == expected
+
+
+@given(
+    width=st.integers(1, 1277824),
+    queries=st.integers(1, 9000),
+    topk=st.integers(1, 4096),
+    clusters=st.booleans(),
+)
+def test_rows_fit_their_shape(width: int, queries: int, topk: int, clusters: bool) -> None:
+    assume(clusters or width <= 159728)
+    shape = cuda.shape_of(width, queries, topk, 132, clusters)
+    assert shape.max_tokens >= width and (shape.cluster == 1 or clusters)
+
+
+def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda _: True)
+    for clusters, most in ((True, 1277824), (False, 159728)):
+        monkeypatch.setattr(cuda, "dependent_launch", lambda _, clusters=clusters: clusters)
+        assert cuda.takes(torch.empty(1, most, device="meta"), 4096)
+        assert not cuda.takes(torch.empty(1, most + 1, device="meta"), 4096)
+        assert not cuda.takes(torch.empty(1, most, device="meta"), 4097)
+    monkeypatch.setattr(nvrtc, "available", lambda _: False)
+    assert not cuda.takes(torch.empty(1, 8, device="meta"), 1)

@@ -1,13 +1,12 @@
 """The CUDA kernel of the KT selection: without a GPU its source as C++, its threads taking turns; and on one."""
 
-import ctypes
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cuda_library import build
+from cuda_library import emulated
 from kt_selections import check, selected
 
 from sglang_sparse_kernels.common import nvrtc
@@ -24,62 +23,17 @@ KINDS = [
     (64, 1, FP16, 16, 256, 4),
     (64, 5, BF16, 63, 512, 1),
 ]
-KERNEL = """
-#define kt_select kernel_{number}
-#define DIM {DIM}
-#define GROUP {GROUP}
-#define KIND {KIND}
-#define CLUSTER {CLUSTER}
-#define CHOOSE {CHOOSE}
-#define THREADS {THREADS}
-#define RESIDENT {RESIDENT}
-#define HEADS {HEADS}
-#define HELD {HELD}
-namespace kind_{number} {{
-static unsigned short to_float16(float number) {{ return half_of(false, number); }}
-static void multiply(float (&sums)[4], const unsigned (&bounds)[4], uint2 query) {{
-    multiply_as(false, sums, bounds, query);
-}}
-#include "{source}"
-}}
-extern "C" void run_{number}(
-    unsigned blocks, unsigned rows, const unsigned short* q, const unsigned char* summary, const int* kept,
-    const int* n_kept, const int* first_visible, const long long* requests, const int* table, const int* n_blocks,
-    const int* n_select, float* scratch, int* indices, int* counts, unsigned long long* stats, long long q_row,
-    long long q_head, long long max_kept, long long table_stride, long long width, long long topr, long long scale,
-    long long tables_ready) {{
-    launch(blocks, rows, THREADS, CLUSTER, [=] {{
-        kind_{number}::kernel_{number}(q, summary, kept, n_kept, first_visible, requests, table, n_blocks, n_select,
-                                       scratch, indices, counts, stats, q_row, q_head, max_kept, table_stride, width,
-                                       topr, scale, tables_ready);
-    }});
-}}
-#undef kt_select
-#undef DIM
-#undef GROUP
-#undef KIND
-#undef CLUSTER
-#undef CHOOSE
-#undef THREADS
-#undef RESIDENT
-#undef HEADS
-#undef HELD
-"""
+Kind = tuple[int, int, torch.dtype, int, int, int]
 every = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(str(part).split(".")[-1] for part in kind))
 
 
-def config_of(kind: tuple[int, int, torch.dtype, int, int, int]) -> cuda.Config:
+def config_of(kind: Kind) -> cuda.Config:
     return cuda.Config(kind[4], 1, kind[5])
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of every kind."""
-    kernels = (
-        KERNEL.format(source=cuda.SOURCE, number=i, **cuda.defines(*kind[:4], config_of(kind)))
-        for i, kind in enumerate(KINDS)
-    )
-    return build(tmp_path_factory.mktemp("cuda"), kernels)
+on_cpu = emulated(
+    ((cuda.SOURCE, "kt_select", cuda.defines(*kind[:4], config_of(kind))) for kind in KINDS), float16=True
+)
 
 
 def select(arguments: dict[str, Any], device: str, config: cuda.Config, **more: Any) -> Any:
@@ -93,40 +47,30 @@ def select(arguments: dict[str, Any], device: str, config: cuda.Config, **more: 
 
 
 @pytest.fixture(params=["emulated", pytest.param("compiled", marks=pytest.mark.gpu)])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(request: pytest.FixtureRequest, on_cpu: None) -> Any:
     """The kernel of a case's kind, which finds anything in its scratch."""
-    compiled = request.param == "compiled"
-    library: Any = None if compiled else request.getfixturevalue("library")
-    if compiled and not nvrtc.available(torch.device("cuda", 0)):
+    device = torch.device("cuda", 0) if request.param == "compiled" else torch.device("cpu")
+    if device.type == "cuda" and not nvrtc.available(device):
         pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
 
     def call(arguments: dict[str, Any], **more: Any) -> Any:
         q, summary = arguments["q"], arguments["summary"]
         key = q.shape[2], q.shape[1] // summary.shape[1], q.dtype, arguments["topr"]
-        number = next(i for i, kind in enumerate(KINDS) if kind[:4] == key)
-        config = config_of(KINDS[number])
-        if compiled:
-            clusters = dependent_launch(torch.device("cuda", 0))
-            return select(arguments, "cuda", config if clusters else replace(config, cluster=1), **more)
-
-        def launch(grid: tuple[int, int], threads: int, *given: torch.Tensor | int | None) -> None:
-            values = [ctypes.c_longlong(x) if isinstance(x, int) else x if x is None else x.data_ptr() for x in given]
-            pointers = [x if isinstance(x, ctypes.c_longlong) else ctypes.c_void_p(x) for x in values]
-            library[f"run_{number}"](*grid, *pointers)
-
-        monkeypatch.setattr(cuda, "_kernel", lambda *_: launch)
-        return select(arguments, "cpu", config, **more)
+        config = config_of(next(kind for kind in KINDS if kind[:4] == key))
+        if device.type == "cuda" and not dependent_launch(device):
+            config = replace(config, cluster=1)
+        return select(arguments, str(device), config, **more)
 
     return call
 
 
-def case_of(kind: tuple[int, int, torch.dtype, int, int, int], *rows: Row, **more: Any) -> Case:
+def case_of(kind: Kind, *rows: Row, **more: Any) -> Case:
     dim, group, dtype, topr, _, _ = kind
     return Case(rows, group=group, dim=dim, topr=topr, dtype=dtype, **more)
 
 
 @every
-def test_it_equals_the_operations(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
+def test_it_equals_the_operations(kind: Kind, run: Any) -> None:
     """Rows of all kinds; strided queries; before and behind the wait."""
     for ready in (False, True):
         arguments = make(case_of(kind, *CASES[0].rows, Row(700, 300, 650, 600), Row(600, 2, 50, 3)), "cpu")
@@ -155,7 +99,7 @@ def test_long_rows(rows: int, run: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[3]], ids=["2", "4"])
-def test_long_rows_are_divided(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
+def test_long_rows_are_divided(kind: Kind, run: Any) -> None:
     """Among the blocks of a cluster; some with nothing, with the newest alone, with parts of a tile; dense and tied."""
     for blocks, wanted in ((1025, 64), (1025, 1024), (1029, 1), (1100, 1100), (1090, 2), (3000, 700)):
         arguments = make(case_of(kind, Row(blocks, wanted), Row(40, 7), heads=1), "cpu")
@@ -168,7 +112,7 @@ def test_long_rows_are_divided(kind: tuple[int, int, torch.dtype, int, int, int]
 
 
 @every
-def test_ties_go_to_the_lowest(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
+def test_ties_go_to_the_lowest(kind: Kind, run: Any) -> None:
     """All blocks are alike but for three, of which one scores less; the newest is selected whatever it scores."""
     arguments = make(case_of(kind, Row(900, 20), heads=1), "cpu")
     arguments["q"] = arguments["q"].abs() + 0.1

@@ -1,14 +1,23 @@
 """Page votes: reference against loops, Triton against the reference, and what a head alone looks for."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from cuda_library import emulated
 
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.launch import LOG2_E
 from sglang_sparse_kernels.page_centroids import HEADER
 from sglang_sparse_kernels.page_centroids.reference import pack, unpack
 from sglang_sparse_kernels.page_vote import cuda, page_vote, reference, scratch_bytes, select_by_votes
-from sglang_sparse_kernels.page_vote.cases import BF16, CASES, FP8, Case, make
+from sglang_sparse_kernels.page_vote.cases import BF16, CASES, FP8, FP16, Case, make
+
+# Dimension, group, centroids, type of the queries.
+KINDS = [(128, 4, 6, BF16), (64, 7, 6, BF16), (64, 1, 1, FP16), (128, 8, 8, FP16)]
+on_cpu = emulated((cuda.SOURCE, "page_vote", cuda.defines(*kind)) for kind in KINDS)
+emulation = pytest.mark.usefixtures("on_cpu")
 
 
 def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
@@ -176,3 +185,82 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
     arguments = make(Case((8,), 2, 2, 64, BF16, BF16), "cpu") | change
     with pytest.raises(ValueError, match=message):
         page_vote(**arguments)
+
+
+def run_emulated(given: dict[str, Any], blocks: int, ready: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and what each warp's pages add up to; places that the CUDA kernel leaves unwritten are NaN."""
+    q, width = given["q"], given["page_table"].shape[1]
+    logits = torch.full((*q.shape[:2], width), math.nan)
+    parts = torch.full((*q.shape[:2], blocks * cuda.WARPS, 2), math.nan)
+    tensors = (given[name] for name in ("q", "summary", "page_table", "n_pages", "sm_scale"))
+    cuda.leave_logits(*tensors, logits, parts, ready)
+    return logits, parts
+
+
+def logits_of(given: dict[str, Any]) -> torch.Tensor:
+    """Each head's logit of each page, ``[B, Hq, M]`` float64, to the base 2."""
+    q, summary = given["q"].double(), given["summary"]
+    pages = given["page_table"].clamp(0, len(summary) - 1).long()
+    vectors = unpack(summary[pages], q.shape[2]).double()
+    grouped = q.unflatten(1, (summary.shape[1], -1)) * given["sm_scale"]
+    products = torch.einsum("bhgd,bmhvd->bhgmv", grouped, vectors)
+    halves = math.log(2) * torch.arange(vectors.shape[3])
+    return (products - halves).logsumexp(-1).flatten(1, 2) * LOG2_E
+
+
+def case_of(kind: tuple[int, int, int, torch.dtype], n_pages: tuple[int, ...], **more: Any) -> Case:
+    dim, group, count, query = kind
+    return Case(n_pages, 2, group, dim, query, BF16, centroids=count, **more)
+
+
+@emulation
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=[str(kind) for kind in KINDS])
+def test_logits_and_their_sums(number: int) -> None:
+    """Rows of no page, of one, of one more than a warp takes; strided queries; a table with anything beyond."""
+    given = make(case_of(KINDS[number], (150, 0, 17, 1), width=155), "cpu")
+    q = given["q"]
+    given["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
+    expected, held = logits_of(given), torch.arange(155) < given["n_pages"][:, None]
+    given["page_table"].masked_fill_(~held, 2**31 - 1)
+    for blocks, ready in ((1, False), (2, True)):
+        logits, parts = run_emulated(given, blocks, ready)
+        assert logits.isnan().equal(~held[:, None].expand_as(logits))
+        there = held[:, None].expand_as(logits)
+        torch.testing.assert_close(logits[there].double(), expected[there], rtol=1e-3, atol=2e-3)
+        for row, n_pages in enumerate(given["n_pages"].tolist()):
+            mine = logits[row, :, : max(n_pages - 1, 0)].double()
+            most, total = parts[row].double().unbind(-1)
+            assert total.isfinite().all() and ((total == 0) == (most == -math.inf)).all()
+            if not mine.shape[1]:
+                assert (total == 0).all()
+                continue
+            assert torch.equal(most.amax(1), mine.amax(1))
+            base = mine.amax(1, keepdim=True)
+            together = (total * (most - base).exp2()).sum(1)
+            torch.testing.assert_close(together, (mine - base).exp2().sum(1), rtol=1e-5, atol=1e-6)
+
+
+@emulation
+@pytest.mark.parametrize("number", range(2), ids=[str(kind) for kind in KINDS[:2]])
+def test_nan_of_a_record_stays_in_its_page(number: int) -> None:
+    given = make(case_of(KINDS[number], (20,)), "cpu")
+    given["summary"][given["page_table"][0, 3], 1, HEADER + 5] = 0x7F
+    logits, parts = run_emulated(given, 1, False)
+    group = KINDS[number][1]
+    assert logits[0].isnan().nonzero().tolist() == [[head, 3] for head in range(group, 2 * group)]
+    assert not parts.isnan().any()
+
+
+def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda _: True)
+    for capability, expected in (((8, 6), False), ((9, 0), True)):
+        monkeypatch.setattr(cuda, "capability", lambda _, found=capability: found)
+        assert cuda.takes(**{name: make(case_of(KINDS[0], (4,)), "cpu")[name] for name in ("q", "summary")}) == expected
+    for case in (case_of((128, 9, 6, BF16), (4,)), case_of((96, 4, 6, BF16), (4,)), case_of((128, 4, 0, BF16), (4,))):
+        given = make(case, "cpu")
+        assert not cuda.takes(given["q"], given["summary"])
+    given = make(case_of(KINDS[0], (4,)), "cpu")
+    assert not cuda.takes(given["q"].float(), given["summary"])
+    # Heads are read 16 bytes at a time.
+    shifted = torch.cat([given["q"], given["q"]], dim=2)[:, :, 4 : 4 + given["q"].shape[2]]
+    assert not cuda.takes(shifted, given["summary"])

@@ -1,6 +1,5 @@
 """The CUDA kernel of Skip-Softmax decode: its source as C++ without a GPU, its threads taking turns; itself on one."""
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
-from cuda_library import OnCpu, assert_takes, build_kinds, names
+from cuda_library import assert_takes, emulated, names
+from kernel_runs import assert_replays
 from skip_softmax_runs import INF, NAN, TOLERANCE, garbled_table, with_factor
 
 from sglang_sparse_kernels.common import launch, nvrtc
@@ -24,61 +24,18 @@ KINDS = [
     (64, 1, BF16, Config(1, 12)),
     (128, 7, FP16, Config(4, 3)),
 ]
-KERNEL = """
-#define skip_softmax_decode kernel_{number}
-#define DIM {DIM}
-#define GROUP {GROUP}
-#define KIND {KIND}
-#define BLOCK_KEYS {BLOCK_KEYS}
-#define LOCAL_BLOCKS {LOCAL_BLOCKS}
-#define WARPS {WARPS}
-#define RING {RING}
-#define RESIDENT {RESIDENT}
-namespace kind_{number} {{
-{products}
-#include "{source}"
-}}
-extern "C" unsigned bytes_{number}() {{ return sizeof(kind_{number}::Shared); }}
-extern "C" void run_{number}(
-    unsigned blocks, unsigned rows, unsigned threads, const unsigned short* q, const unsigned char* k_cache,
-    const unsigned char* v_cache, const int* table, const int* n_pages, const long long* last_slots,
-    const float* factors, unsigned short* out, float* partial, float* logarithms, int* arrivals,
-    unsigned long long* stats, long long q_row, long long q_head, long long k_slot, long long k_head, long long v_slot,
-    long long v_head, long long table_stride, long long size_log2, long long splits, long long scale,
-    long long v_scale) {{
-    launch(blocks, rows, threads, 1, [=] {{
-        kind_{number}::skip_softmax_decode(q, k_cache, v_cache, table, n_pages, last_slots, factors, out, partial,
-                                           logarithms, arrivals, stats, q_row, q_head, k_slot, k_head, v_slot, v_head,
-                                           table_stride, size_log2, splits, scale, v_scale);
-    }});
-}}
-"""
-MACROS = (
-    "skip_softmax_decode DIM GROUP KIND BLOCK_KEYS LOCAL_BLOCKS WARPS RING RESIDENT BFLOAT16 HEADS THREADS PIECE "
-    "PIECES ROW PIECE_BYTES CHUNK ROW_CHUNKS COPIED TILES NEAR NEAR_EACH WAITING MAX_SPLITS INFINITE KEY VALUE"
-)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of every kind."""
-    return build_kinds(tmp_path_factory.mktemp("cuda"), cuda, KERNEL, KINDS, MACROS)
+on_cpu = emulated((cuda.SOURCE, "skip_softmax_decode", cuda.defines(*kind)) for kind in KINDS)
 
 
 @pytest.fixture
-def run(library: ctypes.CDLL, device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+def run(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     """What the kernel gives; the results that splits hand on are NaN before, as is the output."""
-
-    def kernel(_: torch.device, *kind: Any) -> OnCpu:
-        return OnCpu(library[f"run_{KINDS.index(kind)}"])
 
     def call(arguments: dict[str, Any], processors: int = 4, **more: Any) -> torch.Tensor:
         q, empty = arguments["q"], torch.empty
         config = {kind[:3]: kind[3] for kind in KINDS}[q.shape[2], q.shape[1] // arguments["k_cache"].shape[1], q.dtype]
         with monkeypatch.context() as patch:
             patch.setattr(cuda, "num_processors", lambda _: processors)
-            if device == "cpu":
-                patch.setattr(cuda, "_kernel", kernel)
             patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
             return cuda.skip_softmax_decode(
                 reference.Inputs(**arguments), torch.full_like(q, NAN), config=config, **more
@@ -195,9 +152,7 @@ def test_what_is_allocated(run: Any, device: str, monkeypatch: pytest.MonkeyPatc
     assert scratch_bytes(*sizes_of_both) >= cuda.scratch_bytes(*rows)
 
 
-def test_the_launch_asks_for_the_shared_memory_of_the_source(library: ctypes.CDLL) -> None:
-    for number, (dim, _, _, config) in enumerate(KINDS):
-        assert cuda.shared_bytes(dim, config) == library[f"bytes_{number}"]()
+def test_the_ring_fits_the_shared_memory_of_a_gpu() -> None:
     for limit, config in ((232448, Config(12, 4)), (166912, Config(8, 4)), (101376, Config(4, 5)), (65536, None)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "stand_in", launch.Properties((9, 0), 132, limit))
@@ -240,14 +195,12 @@ def test_large_cases_on_a_gpu(case: Case, config: Config, device: str) -> None:
     assert visited == 0 and abs(skipped) <= 2e-4 * expected[0]
     apart = cuda.skip_softmax_decode(**{**given, "out": torch.full_like(out, NAN), "arrivals": None})
     assert relative_error(apart, wanted) < TOLERANCE[case.dtype]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> None:
         for _ in range(2):
             cuda.skip_softmax_decode(**given)
-    for _ in range(100):
-        out.fill_(NAN)
-        graph.replay()
-        assert torch.equal(out, got)
+
+    assert_replays(step, [(out, NAN)], lambda: torch.equal(out, got))
     assert given["arrivals"].count_nonzero() == 0
 
 

@@ -1,6 +1,5 @@
 """The CUDA kernel of sparse decode: its source as C++ without a GPU, its threads taking turns; itself on one."""
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_library import OnCpu, assert_takes, build_kinds, names
+from cuda_library import assert_takes, emulated, names
+from kernel_runs import assert_replays
 
 from sglang_sparse_kernels.common import nvrtc
 from sglang_sparse_kernels.common.launch import dependent_launch
@@ -25,57 +25,17 @@ KINDS = [
     (64, 1, BF16, Config(1, 4, 2)),
     (128, 7, FP16, Config(4, 1)),
 ]
-KERNEL = """
-#define sparse_decode kernel_{number}
-#define DIM {DIM}
-#define GROUP {GROUP}
-#define KIND {KIND}
-#define WARPS {WARPS}
-#define DEPTH {DEPTH}
-#define CLUSTER {CLUSTER}
-#define RESIDENT {RESIDENT}
-namespace kind_{number} {{
-{products}
-#include "{source}"
-}}
-extern "C" unsigned bytes_{number}() {{ return sizeof(kind_{number}::Shared); }}
-extern "C" void run_{number}(
-    unsigned blocks, unsigned rows, unsigned threads, const unsigned short* q, const unsigned char* k_cache,
-    const unsigned char* v_cache, const int* indices, const int* counts, const long long* last_slots,
-    unsigned short* out, long long q_row, long long q_head, long long k_slot, long long k_head, long long v_slot,
-    long long v_head, long long max_pages, long long size_log2, long long scale, long long v_scale) {{
-    launch(blocks, rows, threads, CLUSTER, [=] {{
-        kind_{number}::sparse_decode(q, k_cache, v_cache, indices, counts, last_slots, out, q_row, q_head, k_slot,
-                                     k_head, v_slot, v_head, max_pages, size_log2, scale, v_scale);
-    }});
-}}
-"""
-MACROS = (
-    "sparse_decode DIM GROUP KIND WARPS DEPTH CLUSTER RESIDENT THREADS STEP BFLOAT16 HEADS PIECE ROW PIECE_BYTES CHUNK "
-    "ROW_CHUNKS COPIED TILES INFINITE"
-)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of every kind."""
-    return build_kinds(tmp_path_factory.mktemp("cuda"), cuda, KERNEL, KINDS, MACROS)
+on_cpu = emulated((cuda.SOURCE, "sparse_decode", cuda.defines(*kind)) for kind in KINDS)
 
 
 @pytest.fixture
-def run(library: ctypes.CDLL, device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+def run(on_cpu: None) -> Callable[..., torch.Tensor]:
     """What the kernel gives; the output is NaN before."""
-
-    def kernel(_: torch.device, *kind: Any) -> OnCpu:
-        return OnCpu(library[f"run_{KINDS.index(kind)}"])
-
-    if device == "cpu":
-        monkeypatch.setattr(cuda, "_kernel", kernel)
 
     def call(arguments: dict[str, Any]) -> torch.Tensor:
         q = arguments["q"]
         config = {kind[:3]: kind[3] for kind in KINDS}[q.shape[2], q.shape[1] // arguments["k_cache"].shape[1], q.dtype]
-        if config.cluster > 1 and device == "cuda" and not dependent_launch(q.device):
+        if config.cluster > 1 and q.device.type == "cuda" and not dependent_launch(q.device):
             pytest.skip("needs clusters of blocks")
         return cuda.sparse_decode(reference.Inputs(**arguments), torch.full_like(q, NAN), config)
 
@@ -142,11 +102,6 @@ def test_keys_of_minus_infinity_alone_give_zeros(run: Any, device: str) -> None:
         assert not run(arguments).any()
 
 
-def test_the_launch_asks_for_the_shared_memory_of_the_source(library: ctypes.CDLL) -> None:
-    for number, (dim, group, _, config) in enumerate(KINDS):
-        assert cuda.shared_bytes(dim, group, config) == library[f"bytes_{number}"]()
-
-
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_takes(cuda.takes, monkeypatch)
 
@@ -170,18 +125,16 @@ def test_large_cases_on_a_gpu(case: Case, config: Config, device: str) -> None:
     if config.cluster > 1 and not dependent_launch(out.device):
         pytest.skip("needs clusters of blocks")
     cuda.sparse_decode(reference.Inputs(**arguments), out, config)
-    got, graph = out.clone(), torch.cuda.CUDAGraph()
+    got = out.clone()
     assert_close(got, expected_of(arguments))
     pages, copied = arguments["indices"].clone(), arguments["indices"]
-    with torch.cuda.graph(graph):
+
+    def step() -> None:
         copied.copy_(pages)
         for _ in range(2):
             cuda.sparse_decode(reference.Inputs(**arguments), out, config)
-    for _ in range(100):
-        copied.zero_()
-        out.fill_(NAN)
-        graph.replay()
-        assert torch.equal(out, got)
+
+    assert_replays(step, [(copied, 0), (out, NAN)], lambda: torch.equal(out, got))
 
 
 @pytest.mark.gpu
