@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from anchor_runs import BLOCK, STEP, chunked, relative_error, row_slots, run_reference, run_triton
+from anchor_runs import BLOCK, STEP, chunked, dense, relative_error, row_slots, run_reference, run_triton
 
 from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan, reference
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
@@ -16,24 +16,6 @@ INF = float("inf")
 TOLERANCE = 2e-3
 
 
-def dense(arguments: dict[str, Any], prefixes: tuple[int, ...], extends: tuple[int, ...]) -> torch.Tensor:
-    """Causal attention in float64."""
-    results, first = [], 0
-    for row, (prefix, extend) in enumerate(zip(prefixes, extends, strict=True)):
-        slots = row_slots(arguments, row, prefix + extend)
-        q = arguments["q"][first : first + extend].double()
-        group = q.shape[1] // arguments["k_cache"].shape[1]
-        keys, values = (
-            arguments[name][slots].double().repeat_interleave(group, dim=1) for name in ("k_cache", "v_cache")
-        )
-        logits = torch.einsum("qhd,khd->hqk", q, keys) * (arguments["sm_scale"] * arguments["k_scale"])
-        causal = torch.ones(extend, prefix + extend, dtype=torch.bool, device=q.device).tril(prefix)
-        weights = logits.masked_fill(~causal, -INF).softmax(dim=-1)
-        results.append(torch.einsum("hqk,khd->qhd", weights, values) * arguments["v_scale"])
-        first += extend
-    return torch.cat(results)
-
-
 def with_theta(arguments: dict[str, Any], theta: float) -> dict[str, Any]:
     return {**arguments, "theta": torch.full_like(arguments["theta"], theta)}
 
@@ -43,27 +25,28 @@ LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, GROUP - 1, GROUP, GROUP + 1, 2 * GROU
 
 @pytest.mark.parametrize("prefix", [0, 1, BLOCK, GROUP - 1, GROUP, GROUP + BLOCK, 77])
 def test_infinite_theta_is_dense_attention_in_the_reference(prefix: int) -> None:
-    prefixes, extends = (prefix,) * len(LENGTHS), tuple(LENGTHS)
-    arguments = with_theta(make(Case(prefixes, extends, 16, 2, 2, 64, FP32, FP32), "cpu"), INF)
-    assert relative_error(run_reference(arguments), dense(arguments, prefixes, extends)) < 1e-5
+    case = Case((prefix,) * len(LENGTHS), tuple(LENGTHS), 16, 2, 2, 64, FP32, FP32)
+    arguments = with_theta(make(case, "cpu"), INF)
+    assert relative_error(run_reference(arguments), dense(arguments, case)) < 1e-5
 
 
 @pytest.mark.parametrize("prefix", [0, 41])
 def test_infinite_theta_is_dense_attention(prefix: int, device: str) -> None:
-    prefixes, extends = (prefix,) * len(LENGTHS), tuple(LENGTHS)
-    arguments = with_theta(make(Case(prefixes, extends, 16, 1, 1, 64, FP16, FP16), device), INF)
+    case = Case((prefix,) * len(LENGTHS), tuple(LENGTHS), 16, 1, 1, 64, FP16, FP16)
+    arguments = with_theta(make(case, device), INF)
     stats = torch.zeros(2, dtype=torch.int64, device=device)
     got = anchor_prefill(**arguments, stats=stats)
-    assert relative_error(got, dense(arguments, prefixes, extends)) < TOLERANCE
+    assert relative_error(got, dense(arguments, case)) < TOLERANCE
     assert stats[0] == stats[1]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, BLOCK, 23, 50])
 def test_chunks_of_any_size_are_dense_attention_at_infinite_theta(chunk: int) -> None:
-    arguments = with_theta(make(Case((19,), (110,), 16, 1, 4, 64, FP32, FP32), "cpu"), INF)
+    case = Case((19,), (110,), 16, 1, 4, 64, FP32, FP32)
+    arguments = with_theta(make(case, "cpu"), INF)
     sizes = [min(chunk, 110 - first) for first in range(0, 110, chunk)]
     got = chunked(arguments, sizes, run_reference, prefix=19)
-    assert relative_error(got, dense(arguments, (19,), (110,))) < 1e-5
+    assert relative_error(got, dense(arguments, case)) < 1e-5
 
 
 @pytest.mark.parametrize("run", [run_reference, run_triton])
@@ -82,11 +65,11 @@ def test_theta_of_minus_infinity_leaves_the_anchor_and_the_block_before_the_grou
 
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_the_first_group_is_dense_and_each_row_has_its_theta(run: Any, device: str) -> None:
-    prefixes, extends = (5, 40, 40), (GROUP - 5, 30, 30)
-    arguments = make(Case(prefixes, extends, 16, 1, 2, 64, FP16, FP16), device)
+    case = Case((5, 40, 40), (GROUP - 5, 30, 30), 16, 1, 2, 64, FP16, FP16)
+    arguments = make(case, device)
     arguments["theta"] = torch.tensor([-INF, INF, -INF], device=device)
-    got, expected = run(arguments), dense(arguments, prefixes, extends)
-    dense_rows = sum(extends[:2])
+    got, expected = run(arguments), dense(arguments, case)
+    dense_rows = sum(case.extends[:2])
     assert relative_error(got[:dense_rows], expected[:dense_rows]) < TOLERANCE
     assert relative_error(got[dense_rows:], expected[dense_rows:]) > 10 * TOLERANCE
 
@@ -94,13 +77,14 @@ def test_the_first_group_is_dense_and_each_row_has_its_theta(run: Any, device: s
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_queries_outside_the_sparse_range_are_dense_and_those_inside_do_not_notice(run: Any, device: str) -> None:
     prefix, extend, low, high = 20, 120, 2 * GROUP, 3 * GROUP + 21
-    arguments = with_theta(make(Case((prefix,), (extend,), 16, 1, 2, 64, FP16, FP16), device), -INF)
+    case = Case((prefix,), (extend,), 16, 1, 2, 64, FP16, FP16)
+    arguments = with_theta(make(case, device), -INF)
     plan = make_plan([prefix], [extend], BLOCK, STEP, device, [(low, high)])
     stats = torch.zeros(2, dtype=torch.int64, device=device)
     got = run({**arguments, "plan": plan, "stats": stats})
     inside = torch.arange(prefix, prefix + extend)
     inside = ((inside >= low) & (inside < high)).to(got.device)
-    expected = dense(arguments, (prefix,), (extend,))
+    expected = dense(arguments, case)
     assert relative_error(got[~inside], expected[~inside]) < TOLERANCE
     assert relative_error(got[inside], expected[inside]) > 10 * TOLERANCE
     # The last part ends with the range, as it would with the prompt.
@@ -142,9 +126,10 @@ def test_broken_keys_show_as_in_dense_attention(
     run: Any, position: int, value: float, component: slice, device: str
 ) -> None:
     """The same rows are NaN, whatever theta is; the others are right, as one that keeps all keys shows."""
-    arguments = make(Case((30,), (40,), 16, 1, 1, 64, FP16, FP16), device)
+    case = Case((30,), (40,), 16, 1, 1, 64, FP16, FP16)
+    arguments = make(case, device)
     arguments["k_cache"][row_slots(arguments, 0, 70)[position], 0, component] = value
-    expected = dense(arguments, (30,), (40,))
+    expected = dense(arguments, case)
     assert expected.isnan().any()
     assert torch.equal(run(arguments).isnan(), expected.isnan())
     all_keys = run(with_theta(arguments, INF)).double()

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from anchor_runs import chunked, relative_error, run_triton
 
-from sglang_sparse_kernels.anchor_prefill import GroupMeans, anchor_prefill, cases, make_plan
+from sglang_sparse_kernels.anchor_prefill import anchor_prefill, cases
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
 
 pytestmark = pytest.mark.gpu
@@ -27,15 +28,8 @@ def inputs(
 
 def in_chunks(arguments: dict[str, Any], prefix: int, chunk: int) -> torch.Tensor:
     """A prompt of one row in chunks behind a prefix."""
-    q = arguments["q"]
-    outs, start = [], prefix
-    means = {0: GroupMeans.allocate(STEP, *q.shape[1:], q.dtype, q.device)}
-    prompt = [(prefix, prefix + len(q))]
-    for part in q.split(chunk):
-        plan = make_plan([start], [len(part)], BLOCK, STEP, q.device, prompt, carried=[start - prefix])
-        outs.append(anchor_prefill(**{**arguments, "q": part, "plan": plan, "means": means}))
-        start += len(part)
-    return torch.cat(outs)
+    chunks = [len(part) for part in arguments["q"].split(chunk)]
+    return chunked(arguments, chunks, run_triton, prefix, STEP, BLOCK)
 
 
 def dense(arguments: dict[str, Any], row: int, q: torch.Tensor, prefix: int) -> torch.Tensor:
@@ -53,10 +47,6 @@ def dense(arguments: dict[str, Any], row: int, q: torch.Tensor, prefix: int) -> 
     return found
 
 
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
-
-
 @pytest.mark.parametrize("prefix", [0, 2048, 3001])
 @pytest.mark.parametrize(("dim", "dtype"), KINDS)
 def test_infinite_theta_is_dense_attention(prefix: int, dim: int, dtype: torch.dtype, device: str) -> None:
@@ -65,7 +55,7 @@ def test_infinite_theta_is_dense_attention(prefix: int, dim: int, dtype: torch.d
     stats = torch.zeros(2, dtype=torch.int64, device=device)
     outs = anchor_prefill(**arguments, stats=stats).split(LENGTHS)
     for row, (got, q) in enumerate(zip(outs, arguments["q"].split(LENGTHS), strict=True)):
-        assert error(got, dense(arguments, row, q, prefix)) < TOLERANCE, f"{len(q)} tokens"
+        assert relative_error(got, dense(arguments, row, q, prefix)) < TOLERANCE, f"{len(q)} tokens"
     assert stats[0] == stats[1] > 0
 
 
@@ -75,7 +65,7 @@ def test_chunks_of_any_size_are_dense_attention(prefix: int, dim: int, dtype: to
     arguments = inputs((prefix,), LENGTHS[-1:], dim, dtype, float("inf"), device)
     expected = dense(arguments, 0, arguments["q"], prefix)
     for chunk in (512, 777, 2048, 8192):
-        assert error(in_chunks(arguments, prefix, chunk), expected) < TOLERANCE, f"chunks of {chunk}"
+        assert relative_error(in_chunks(arguments, prefix, chunk), expected) < TOLERANCE, f"chunks of {chunk}"
 
 
 @pytest.mark.parametrize("prefix", [0, GROUP])

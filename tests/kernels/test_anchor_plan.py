@@ -193,30 +193,19 @@ def test_make_plan_refuses_tiles_that_are_no_power_of_two(keys: int) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     arguments = make(replace(CASES[2], page_size=16), "cpu")
-    q, k_cache, theta = arguments["q"], arguments["k_cache"], arguments["theta"]
+    q, k_cache = arguments["q"], arguments["k_cache"]
     other = make_plan([0, 70], [96, 31], 16, 2, "cpu")
     for change, message in [
         ({"page_size": 5}, "power of two from 1 to 64, got 5"),
         ({"page_size": 32}, "block_size must be a multiple of page_size, got 16 and 32"),
-        ({"q": q[0]}, "q must have 3 dimensions"),
-        ({"q": q.double()}, "q must have one of the dtypes"),
         ({"q": q[:, [0, 1, 0]]}, "multiple of KV heads, got 3 and 2"),
-        ({"q": torch.cat([q, q], dim=2)[..., ::2]}, "q must be contiguous along its last dimension"),
         ({"q": q[1:]}, "the plan has 126 query tokens in 2 rows, got 125 in q"),
         ({"plan": other}, "the plan has 127 query tokens"),
         ({"plan": replace(arguments["plan"], device=torch.device("meta"))}, "plan must be on the device of q"),
         ({"k_cache": k_cache.half()}, "k_cache must have one of the dtypes"),
-        ({"k_cache": k_cache[..., :32]}, "k_cache must have the shape"),
         ({"v_cache": arguments["v_cache"].half()}, "v_cache must have one of the dtypes"),
-        ({"page_table": arguments["page_table"].long()}, "page_table must have one of the dtypes"),
         ({"page_table": arguments["page_table"][:, :6]}, "page_table must hold 100 tokens a row, got 6 pages of 16"),
-        ({"theta": theta[:1]}, r"theta must have the shape \(2,\)"),
-        ({"theta": theta.double()}, "theta must have one of the dtypes"),
         ({"sm_scale": 0.0}, "sm_scale [*] k_scale must be positive"),
-        ({"out": torch.empty(126, 2, 32)}, "out must have the shape"),
-        ({"out": torch.empty(126, 64, 2).transpose(1, 2)}, "out must be contiguous"),
-        ({"stats": torch.zeros(2)}, "stats must have one of the dtypes"),
-        ({"stats": torch.zeros(3, dtype=torch.int64)}, r"stats must have the shape \(2,\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             anchor_prefill(**{**arguments, **change})

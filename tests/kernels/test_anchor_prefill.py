@@ -15,7 +15,6 @@ from anchor_runs import (
     row_slots,
     run_reference,
     run_triton,
-    strided,
     triton_active,
 )
 
@@ -149,12 +148,6 @@ def test_chunks_of_whole_groups_equal_one_piece(run: Any, device: str) -> None:
 def test_page_table_entries_past_a_row_are_not_read(run: Any, device: str) -> None:
     arguments = make(SMALL[1], device)
     assert torch.equal(run(garbled(arguments, SMALL[1])), run(arguments))
-
-
-def test_strided_queries_and_caches(device: str) -> None:
-    arguments = make(SMALL[4], device)
-    expected = run_reference(arguments)
-    assert relative_error(anchor_prefill(**strided(arguments)), expected) < TOLERANCE[BF16]
 
 
 def test_other_launch_parameters_give_the_same_active_keys(device: str) -> None:

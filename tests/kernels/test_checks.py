@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import re
 
 import pytest
 import torch
@@ -40,6 +41,22 @@ def test_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.use_reference(torch.zeros(1, device="meta"))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(1, 2, 2), "x must have 2 dimensions, got shape (1, 2, 2)"),
+        (torch.zeros(2, 2).double(), "x must have one of the dtypes torch.float32, got torch.float64"),
+        (torch.zeros(2, 3), "x must have the shape (2, 2), got (2, 3)"),
+        (torch.zeros(2, 4)[:, ::2], "x must be contiguous, got the strides (4, 2) for (2, 2)"),
+    ],
+)
+def test_errors_say_what_a_tensor_must_be(tensor: torch.Tensor, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        checks.check_exactly("x", tensor, (2, 2), torch.float32)
+    with pytest.raises(ValueError, match=r"x must be contiguous along its last dimension, got the strides \(4, 2\)"):
+        checks.check_last(x=torch.zeros(2, 4)[:, ::2])
+
+
 @pytest.mark.parametrize("page_size", [0, 3, 48, 128, -16])
 def test_page_size_must_be_a_power_of_two_up_to_64(page_size: int) -> None:
     with pytest.raises(ValueError, match=f"power of two from 1 to 64, got {page_size}"):
@@ -58,12 +75,8 @@ def test_page_score_refuses_wrong_arguments() -> None:
     q, summary, table = torch.zeros(1, 4, 64), torch.zeros(3, 2, 2, 64), int32(1, 2)[None]
     with pytest.raises(ValueError, match="multiple of KV heads, got 3 and 2"):
         page_score(q[:, :3], summary, table, int32(2))
-    with pytest.raises(ValueError, match="page_table must have one of the dtypes"):
-        page_score(q, summary, table.long(), int32(2))
     with pytest.raises(ValueError, match="local_pages must be at least 0"):
         page_score(q, summary, table, int32(2), local_pages=-1)
-    with pytest.raises(ValueError, match=r"n_pages must have the shape \(1,\)"):
-        page_score(q, summary, table, int32(2, 2))
 
 
 def test_page_topk_refuses_wrong_arguments() -> None:
@@ -72,20 +85,13 @@ def test_page_topk_refuses_wrong_arguments() -> None:
         page_topk(scores, table, int32(2), int32(2), max_select=0)
     with pytest.raises(ValueError, match="scores must have one of the dtypes"):
         page_topk(scores.half(), table, int32(2), int32(2), max_select=1)
-    with pytest.raises(ValueError, match="scores must be contiguous"):
-        page_topk(torch.zeros(1, 1, 4)[:, :, ::2], table, int32(2), int32(2), max_select=1)
 
 
 def test_sparse_decode_refuses_wrong_arguments() -> None:
     arguments = make(Case((32,), 16, 1, 4, 64, torch.float32, torch.float32), "cpu")
     for change, message in [
         ({"page_size": 5}, "power of two"),
-        ({"q": arguments["q"][0]}, "q must have 3 dimensions"),
         ({"k_cache": arguments["k_cache"].half()}, "k_cache must have one of the dtypes"),
-        ({"counts": arguments["counts"].long()}, "counts must have one of the dtypes"),
-        ({"v_cache": arguments["v_cache"][:16]}, "k_cache must have the shape"),
-        ({"arrivals": torch.zeros(1, 2, dtype=torch.int32)}, r"arrivals must have the shape \(1, 1\)"),
-        ({"arrivals": torch.zeros(1, 1)}, "arrivals must have one of the dtypes"),
     ]:
         with pytest.raises(ValueError, match=message):
             sparse_decode(**{**arguments, **change})

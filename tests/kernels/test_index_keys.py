@@ -186,28 +186,17 @@ def test_wrong_arguments_are_refused() -> None:
     values, scales = torch.zeros(4, 128).to(FP8), torch.zeros(4)
     for arguments, message in [
         ((x[0],), "x must have at least 2 dimensions"),
-        ((x.double(),), "x must have one of the dtypes"),
         ((x[:, :96],), "last dimension of x must be one of 64, 128, 256, got 96"),
-        ((torch.zeros(128, 4).T,), "x must be contiguous along its last dimension"),
         ((x, True, (x, scales)), "values must have one of the dtypes torch.float8_e4m3fn"),
-        ((x, True, (values[:3], scales)), r"values must have the shape \(4, 128\)"),
-        ((x, True, (values, scales[None])), "scales must have 1 dimensions"),
-        ((x, True, (values, torch.zeros(8)[::2])), "scales must be contiguous"),
     ]:
         with pytest.raises(ValueError, match=message):
             quantize(*arguments)
     slots, buffer = torch.zeros(4, dtype=torch.int64), torch.zeros(2, PAGE_SIZE * 132, dtype=torch.uint8)
     shifted = torch.zeros(2 * PAGE_SIZE * 132 + 1, dtype=torch.uint8)[1:].view(2, -1)
     for arguments, message in [
-        ((values[0], scales, slots, buffer), "values must have 2 dimensions"),
         ((values[:, :96], scales, slots, buffer), "last dimension of values must be one of 64, 128, 256, got 96"),
-        ((values, scales[:3], slots, buffer), r"scales must have the shape \(4,\)"),
-        ((values, scales, slots.int(), buffer), "slots must have one of the dtypes torch.int64"),
-        ((values, scales, slots[:2], buffer), r"slots must have the shape \(4,\)"),
         ((values, scales, slots, buffer.view(torch.int8)), "buffer must have one of the dtypes torch.uint8"),
-        ((values, scales, slots, buffer[:, :8192]), r"buffer must have the shape \(2, 8448\)"),
         ((values, scales, slots, shifted), "buffer must begin at a multiple of 16 bytes"),
-        ((values, scales, torch.zeros(8, dtype=torch.int64)[::2], buffer), "slots must be contiguous"),
     ]:
         with pytest.raises(ValueError, match=message):
             store(*arguments)

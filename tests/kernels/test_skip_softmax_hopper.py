@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from anchor_runs import relative_error, row_slots
-from skip_softmax_runs import BF16, FP16, INF, NAN, TOLERANCE, counts, dense, run_reference, with_factor
+from anchor_runs import dense, relative_error, row_slots
+from skip_softmax_runs import BF16, FP16, INF, NAN, TOLERANCE, counts, run_reference, with_factor
 
 from sglang_sparse_kernels.common import launch as device_launch
 from sglang_sparse_kernels.skip_softmax_prefill import Span, launch, make_plan, skip_softmax_prefill, triton

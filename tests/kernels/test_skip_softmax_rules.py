@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from anchor_runs import relative_error, row_slots
-from skip_softmax_runs import BF16, FP16, INF, NAN, PLAIN, TOLERANCE, dense, run_reference, run_triton, with_factor
+from anchor_runs import dense, relative_error, row_slots
+from skip_softmax_runs import BF16, FP16, INF, NAN, PLAIN, TOLERANCE, run_reference, run_triton, with_factor
 
 from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan
 from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make

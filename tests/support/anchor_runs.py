@@ -34,12 +34,22 @@ def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
     return cases.row_slots(arguments["page_table"], row, length, arguments["page_size"])
 
 
-def strided(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same queries and caches, each among others."""
-    q, heads = arguments["q"], arguments["k_cache"].shape[1]
-    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
-    q = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
-    return {**arguments, "q": q, "k_cache": both[:, :heads], "v_cache": both[:, heads:]}
+def dense(arguments: dict[str, Any], case: Any) -> torch.Tensor:
+    """Causal attention of the rows of a case in float64."""
+    results, first = [], 0
+    for row, (prefix, extend) in enumerate(zip(case.prefixes, case.extends, strict=True)):
+        slots = row_slots(arguments, row, prefix + extend)
+        q = arguments["q"][first : first + extend].double()
+        group = q.shape[1] // arguments["k_cache"].shape[1]
+        keys, values = (
+            arguments[name][slots].double().repeat_interleave(group, dim=1) for name in ("k_cache", "v_cache")
+        )
+        logits = torch.einsum("qhd,khd->hqk", q, keys) * (arguments["sm_scale"] * arguments["k_scale"])
+        causal = torch.ones(extend, prefix + extend, dtype=torch.bool, device=q.device).tril(prefix)
+        weights = logits.masked_fill(~causal, float("-inf")).softmax(dim=-1)
+        results.append(torch.einsum("hqk,khd->qhd", weights, values) * arguments["v_scale"])
+        first += extend
+    return torch.cat(results)
 
 
 def garbled(arguments: dict[str, Any], case: Any) -> dict[str, Any]:
@@ -59,12 +69,14 @@ def empty_means(arguments: dict[str, Any], step: int, run: Any) -> GroupMeans:
     return GroupMeans.allocate(step, *q.shape[1:], torch.float32 if run is run_reference else q.dtype, q.device)
 
 
-def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0, step: int = STEP) -> torch.Tensor:
+def chunked(
+    arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0, step: int = STEP, block: int = BLOCK
+) -> torch.Tensor:
     """A one-row pass in pieces that hand on their means."""
     outs, start, means = [], prefix, {0: empty_means(arguments, step, run)}
     prompt = [(prefix, prefix + sum(chunks))]
     for size, q in zip(chunks, arguments["q"].split(chunks), strict=True):
-        plan = make_plan([start], [size], BLOCK, step, q.device, prompt, carried=[start - prefix])
+        plan = make_plan([start], [size], block, step, q.device, prompt, carried=[start - prefix])
         outs.append(run({**arguments, "q": q, "plan": plan, "means": means}))
         start += size
     return torch.cat(outs)

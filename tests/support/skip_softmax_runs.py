@@ -1,10 +1,9 @@
-"""What the tests of Skip-Softmax share: its two implementations, and dense attention."""
+"""What the tests of Skip-Softmax share: its two implementations, and what decode keeps."""
 
 import math
 from typing import Any
 
 import torch
-from anchor_runs import row_slots
 
 from sglang_sparse_kernels.skip_softmax_prefill import reference, triton
 from sglang_sparse_kernels.skip_softmax_prefill.cases import Case
@@ -37,22 +36,6 @@ def run_triton(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> 
 def with_factor(arguments: dict[str, Any], *factors: float) -> dict[str, Any]:
     given = torch.tensor(factors, dtype=FP32, device=arguments["page_table"].device)
     return {**arguments, "threshold_scale_factor": given.expand(len(arguments["page_table"])).contiguous()}
-
-
-def dense(arguments: dict[str, Any], case: Case) -> torch.Tensor:
-    """Causal attention in float64."""
-    results, first = [], 0
-    for row, (prefix, extend) in enumerate(zip(case.prefixes, case.extends, strict=True)):
-        slots = row_slots(arguments, row, prefix + extend)
-        q = arguments["q"][first : first + extend].double() * (arguments["sm_scale"] * case.k_scale)
-        keys, values = (
-            arguments[name][slots].double().repeat_interleave(case.group, dim=1) for name in ("k_cache", "v_cache")
-        )
-        causal = torch.ones(extend, prefix + extend, dtype=torch.bool, device=q.device).tril(prefix)
-        weights = torch.einsum("qhd,khd->hqk", q, keys).masked_fill(~causal, -INF).softmax(dim=-1)
-        results.append(torch.einsum("hqk,khd->qhd", weights, values) * case.v_scale)
-        first += extend
-    return torch.cat(results)
 
 
 def kept_keys(logits: torch.Tensor, factor: float) -> tuple[list[int], int]:
