@@ -1,21 +1,23 @@
 """RocketKV and RoBSA as parts of servers with rules by layer: each part does what a server of its own would do."""
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from server_requests import (
+    RETRACT,
     ask,
     assert_exact,
     assert_nothing_leaked,
+    by_part,
     find_needles,
     forced,
     greedy,
     logprobs,
+    random_prompts,
     sparse_state,
+    sparse_steps,
 )
 
 from launch.server import ServerProcess
@@ -37,23 +39,10 @@ DENSE = {"sparse": False}
 EVERYTHING = {"topk": 10**6, "active_ratio": 1.0, "threshold_scale_factor": 0}
 
 
-def counted(server: ServerProcess, before: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """What each part counted, since ``before`` if given; of what it keeps too."""
-    found = [
-        {name: count for name, count in {**part, **part.get("kept", {})}.items() if type(count) is int}
-        for part in sparse_state(server)["parts"]
-    ]
-    for part, earlier in zip(found, before or [], strict=bool(before)):
-        part.update({name: part[name] - earlier[name] for name in part})
-    return found
-
-
 @pytest.fixture(scope="module")
 def some() -> list[list[int]]:
     """Random prompts at and around the ends of budgets, blocks, pages and chunks."""
-    rng = random.Random(5)
-    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 513, 1023, 1504)
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
+    return random_prompts(5, (40, BUDGET, BUDGET + 1, 288, 511, 513, 1023, 1504))
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +67,9 @@ def test_rocketkv_beside_dense_resa_and_skip_softmax_is_counted_by_part(server, 
         ("skip_softmax", [3]),
     ]
     server.flush_cache()
-    before, state = counted(server), sparse_state(server)
+    before, state = by_part(server), sparse_state(server)
     assert greedy(server, some[-2:]) == alone[-2:]
-    resa, rocket, skip = counted(server, before)
+    resa, rocket, skip = by_part(server, before)
     rows = sparse_state(server)["decode_rows"] - state["decode_rows"]
     assert resa["sparse_layer_rows"] == rocket["sparse_layer_rows"] == skip["sparse_layer_rows"] == rows > 0
     # Each in its own blocks.
@@ -100,9 +89,9 @@ def test_rocketkv_beside_dense_resa_and_skip_softmax_is_counted_by_part(server, 
 
 def test_layers_that_leave_nothing_out_are_dense(server, some, alone) -> None:
     dense = [ask(server, prompt, 24, DENSE)["output_ids"] for prompt in some]
-    before = counted(server)
+    before = by_part(server)
     assert [ask(server, prompt, 24, EVERYTHING)["output_ids"] for prompt in some] == dense != alone
-    resa, rocket, skip = counted(server, before)
+    resa, rocket, skip = by_part(server, before)
     assert resa["pages_attended"] == resa["pages_held"] > 0 and rocket["pages_attended"] == rocket["pages_held"] > 0
     assert skip["blocks_visited"] == 0
 
@@ -117,9 +106,9 @@ def test_what_a_prompt_keeps_is_a_function_of_it_alone(server, some, alone) -> N
         assert answer["output_ids"] == alone[-1]
         assert answer["meta_info"]["cached_tokens"] == (len(prompt) - max(cached, WINDOW)) // PAGE * PAGE
     server.flush_cache()
-    before = counted(server)
+    before = by_part(server)
     assert greedy(server, [*some, *some], at_once=8) == [*alone, *alone]
-    rocket = counted(server, before)[1]
+    rocket = by_part(server, before)[1]
     assert (rocket["prompts"], rocket["whole_prompts"]) == (2 * sum(len(one) > BUDGET for one in some), 0)
     turn = [*some[-2], *alone[-2], *range(20, 70)]
     hit = ask(server, turn, 24)
@@ -129,9 +118,9 @@ def test_what_a_prompt_keeps_is_a_function_of_it_alone(server, some, alone) -> N
 
 
 def test_fields_go_to_the_parts_that_have_them_and_what_is_shared_is_exact(server, some) -> None:
-    before = counted(server)
+    before = by_part(server)
     ask(server, some[-1], 8, {"topk": 4})
-    resa, rocket, _ = counted(server, before)
+    resa, rocket, _ = by_part(server, before)
     assert rocket["pages_attended"] == 4 * KV_HEADS * rocket["sparse_layer_rows"]
     assert resa["pages_attended"] < 0.12 * resa["pages_held"]
     server.flush_cache()
@@ -148,7 +137,7 @@ def test_needles_are_found_by_all_parts_together(serve, tmp_path: Path) -> None:
     config = {"layers": rules, **SHARED}
     with serve(GQA, *FLAGS, method="rocketkv", config=config) as server:
         find_needles(server, tmp_path)
-        resa, rocket, wider, skip = counted(server)
+        resa, rocket, wider, skip = by_part(server)
         assert rocket["pages_attended"] < 0.04 * rocket["pages_held"]
         assert wider["pages_attended"] < 0.12 * wider["pages_held"]
         assert resa["pages_attended"] < 0.12 * resa["pages_held"] and skip["blocks_visited"] > 0
@@ -165,13 +154,13 @@ def test_a_part_that_keeps_everything_leaves_the_other_as_on_its_own_server(serv
     single = {name: value for name, value in rules[1 - whole].items() if name != "method"}
     own = {**single, **SHARED, "layers": "2-" if whole == 0 else "0-1"}
     with serve(GQA, *FLAGS, *flags, method="rocketkv", config=own) as solo:
-        expected = greedy(solo, some)
+        expected = greedy(solo, some, 10)
         attended = sparse_state(solo)["pages_attended"]
     with serve(GQA, *FLAGS, *flags, method="rocketkv", config=config) as server:
-        assert greedy(server, some) == expected
-        parts = counted(server)
+        assert greedy(server, some, 10) == expected
+        parts = by_part(server)
         # Not counted: whether a row of a batch takes a step more than it needs is a matter of time.
-        assert greedy(server, some, at_once=4) == expected
+        assert greedy(server, some, 10, at_once=4) == expected
         cut = sum(len(prompt) > single["prompt_budget"] for prompt in some)
         assert parts[whole]["pages_attended"] == parts[whole]["pages_held"] and parts[whole]["prompts"] == 0
         assert parts[1 - whole]["prompts"] == cut > 0
@@ -186,30 +175,23 @@ def test_what_is_kept_is_chosen_anew_after_a_retraction(serve, some) -> None:
     The step that a retracted request is prefilled with attends to all; every other one must see what it would have
     seen without.
     """
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     config = {"layers": {"2": {**RESA, "active_ratio": 1.0}, "3": ROCKET}, **SHARED}
-    rng = random.Random(2)
     prompts = some[-5:] * 2
-    tokens = [[rng.randrange(10, 4000) for _ in range(40)] for _ in prompts]
+    tokens = random_prompts(2, [40] * len(prompts))
     flags = ("--chunked-prefill-size", "208", "--disable-overlap-schedule")
-    with serve(GQA, *FLAGS, *flags, method="rocketkv", config=config, env=retract) as server:
+    with serve(GQA, *FLAGS, *flags, method="rocketkv", config=config, env=RETRACT) as server:
         sparse, dense = (
             [logprobs(forced(server, *one, **options)) for one in zip(prompts, tokens, strict=True)]
             for options in ({}, DENSE)
         )
-        before = counted(server)
+        before = by_part(server)
         with ThreadPoolExecutor(8) as pool:
             answers = [*pool.map(lambda one: forced(server, *one), zip(prompts, tokens, strict=True))]
         retracted = sum(answer["meta_info"].get("num_retractions", 0) for answer in answers)
-        rocket = counted(server, before)[1]
+        rocket = by_part(server, before)[1]
         assert retracted > 0 and rocket["whole_prompts"] == 0
         assert len(prompts) <= rocket["prompts"] <= len(prompts) + retracted
-        told, ran_sparse = 0, 0
-        for answer, lone, full in zip(answers, sparse, dense, strict=True):
-            for found, one, other in zip(logprobs(answer), lone, full, strict=True):
-                assert min(abs(found - one), abs(found - other)) < 1e-3
-                told += abs(one - other) > 0.02
-                ran_sparse += abs(one - other) > 0.02 and abs(found - one) < 1e-3
+        told, ran_sparse = sparse_steps(answers, sparse, dense)
         assert told - 2 * retracted - len(prompts) <= ran_sparse <= told and ran_sparse > 0
         assert_nothing_leaked(server)
 
@@ -223,14 +205,13 @@ def test_skip_softmax_with_two_factors(serve, some) -> None:
     rules = {"0-1": {"threshold_scale_factor": {"decode": 0}}, "2-": factor}
     with serve(GQA, *FLAGS, method="skip_softmax", config={**SHARED, "layers": rules}) as server:
         assert greedy(server, some[-4:]) == expected
-        nothing, some_blocks = counted(server)
+        nothing, some_blocks = by_part(server)
         assert nothing["blocks_visited"] == 0 < some_blocks["blocks_skipped"] == skipped < some_blocks["blocks_visited"]
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in (17, 32, 513, 1500)]
+    return random_prompts(3, (17, 32, 513, 1500))
 
 
 LATENT = {"allow_uncalibrated": True, "rope_copy": "on"}
@@ -241,25 +222,24 @@ def test_robsa_with_two_shares_beside_dense_layers(serve, texts) -> None:
     flags = ("--chunked-prefill-size", "512")
     heavy = {"theta1": 0.8, "max_active_ratio": 0.9}
     with serve(MLA, *flags, method="robsa", config={**LATENT, **heavy, **SHARED, "layers": [1]}) as solo:
-        expected = greedy(solo, texts)
+        expected = greedy(solo, texts, 10)
         attended, held = (sparse_state(solo)[name] for name in ("pages_attended", "pages_held"))
     rules = {"0": "dense", "1": heavy, "2-3": {"theta1": 1.0, "rope_copy": "off", "block_size": 16}}
     config = {**LATENT, **SHARED, "layers": rules, "check_exactness": True}
     with serve(MLA, *flags, method="robsa", config=config) as server:
-        assert greedy(server, texts) == expected
-        some, everything = counted(server)
+        assert greedy(server, texts, 10) == expected
+        some, everything = by_part(server)
         assert (some["pages_attended"], some["pages_held"]) == (attended, held) and attended < held
         assert everything["pages_attended"] == everything["pages_held"] == 2 * held
         server.flush_cache()
-        assert greedy(server, texts, at_once=6) == expected
-        before = counted(server)
+        assert greedy(server, texts, 10, at_once=6) == expected
+        before = by_part(server)
         ask(server, texts[-1], 8, {"theta1": 0.5})
-        more = [part["pages_attended"] / part["pages_held"] for part in counted(server, before)]
+        more = [part["pages_attended"] / part["pages_held"] for part in by_part(server, before)]
         assert max(more) < 0.8, "a field of a request is for both parts"
-        assert greedy(server, texts[-1:]) == [ask(server, texts[-1], 24)["output_ids"]]
-        dense = ask(server, texts[-1], 24, DENSE)["output_ids"]
-        assert ask(server, texts[-1], 24, {"theta1": 1.0})["output_ids"] == dense
-        ask(server, texts[-1], 40, {"rectify_interval": 8})
+        dense = ask(server, texts[-1], 10, DENSE)["output_ids"]
+        assert ask(server, texts[-1], 10, {"theta1": 1.0})["output_ids"] == dense
+        ask(server, texts[-1], 20, {"rectify_interval": 8})
         assert sparse_state(server)["rectified_tokens"] > 0
         assert_exact(server)
         assert_nothing_leaked(server)
@@ -271,10 +251,10 @@ def test_robsa_with_two_sizes_of_blocks_on_two_ranks(serve, texts) -> None:
     config = {**LATENT, **SHARED, "max_active_ratio": 0.9, "page_size": 64, "layers": rules}
     flags = ("--page-size", "64", "--chunked-prefill-size", "512")
     with serve(MLA, *flags, method="robsa", config=config) as single:
-        expected = greedy(single, texts)
-        small, large = counted(single)
+        expected = greedy(single, texts, 10)
+        small, large = by_part(single)
         assert 1.5 * large["pages_held"] < small["pages_held"] <= 2 * large["pages_held"]
         assert all(0 < part["pages_attended"] < part["pages_held"] for part in (small, large))
     with serve(MLA, *flags, "--tp", "2", method="robsa", config=config) as ranks:
-        assert greedy(ranks, texts, at_once=3) == expected
+        assert greedy(ranks, texts, 10, at_once=3) == expected
         assert_nothing_leaked(ranks)

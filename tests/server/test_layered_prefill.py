@@ -1,15 +1,21 @@
 """Prefill methods by layer on real servers: dense where nothing is left out, and by its rule in each layer."""
 
 import json
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from httpx import HTTPStatusError
-from server_requests import ask, assert_exact, assert_nothing_leaked, sparse_state
+from server_requests import (
+    ask,
+    ask_all,
+    assert_exact,
+    assert_nothing_leaked,
+    assert_refused,
+    cold,
+    prompts_that_part,
+    sparse_state,
+)
 
 from launch.server import ServerProcess
 
@@ -52,10 +58,7 @@ def server(serve) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def family() -> list[list[int]]:
     """Prompts that part at the end of a group, or 1, 40 or 130 tokens later."""
-    rng = random.Random(5)
-    shared = [rng.randrange(10, 1000) for _ in range(SHARED + 200)]
-    parts = [(0, 33), (1, 129), (40, 127), (130, 300)]
-    return [shared[: SHARED + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
+    return prompts_that_part(5, SHARED, [(0, 33), (1, 129), (40, 127), (130, 300)])
 
 
 def test_layers_that_leave_nothing_out_are_dense(server, family) -> None:
@@ -84,15 +87,10 @@ def test_each_layer_has_its_rule(server, family) -> None:
 
 
 def test_prefixes_and_company_change_nothing(server, family) -> None:
-    cold = []
-    for prompt in family:
-        server.flush_cache()
-        cold.append(ask(server, prompt)["output_ids"])
+    expected = cold(server, family)
     server.flush_cache()
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda prompt: ask(server, prompt), family))
-    answers += [ask(server, prompt) for prompt in family]
-    assert [answer["output_ids"] for answer in answers] == [*cold, *cold]
+    answers = [*ask_all(server, family), *ask_all(server, family, at_once=1)]
+    assert [answer["output_ids"] for answer in answers] == [*expected, *expected]
     cached = [answer["meta_info"]["cached_tokens"] for answer in answers[len(family) :]]
     assert all(count % GROUP == 0 for count in cached) and min(cached) >= SHARED
     # Who changes a field shares with its like only.
@@ -101,11 +99,15 @@ def test_prefixes_and_company_change_nothing(server, family) -> None:
     assert_nothing_leaked(server)
 
 
-@pytest.mark.parametrize("options", [{"theta": -1}, {"step": 4}, {"active_ratio": 0.5}])
-def test_fields_of_no_part_are_refused(server, options: dict[str, Any]) -> None:
-    with pytest.raises(HTTPStatusError, match=list(options)[-1]) as caught:
-        ask(server, [5, 6, 7], options=options)
-    assert caught.value.response.status_code == 400
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"theta": -1}, "theta: got -1"),
+        ({"active_ratio": 0.5}, "active_ratio: --sparse-prefill-method anchor has no such field; allowed: theta, exa"),
+    ],
+)
+def test_fields_of_no_part_are_refused(server, options: dict[str, Any], said: str) -> None:
+    assert_refused(server, options, said)
 
 
 def test_two_factors_of_one_method_on_two_ranks(serve, family) -> None:

@@ -1,10 +1,9 @@
 """Sparse prefill in groups of the paper's size: prompts that part beyond a group's end, all at once."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 from checkpoints import random_qwen3
-from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
+from server_requests import ask_all, assert_exact, assert_nothing_leaked, greedy, sparse_state
 
 GROUP = 16 * 128
 # Leaves out some of the keys before a group, not all.
@@ -13,7 +12,7 @@ PAST = (1, 130, 3000)
 
 
 def test_all_who_share_a_prefix_have_its_cold_keys(serve, tmp_path) -> None:
-    checkpoint = random_qwen3(tmp_path / "model", layers=2)
+    checkpoint = random_qwen3(tmp_path / "model", layers=2, num_attention_heads=4)
     rng = random.Random(11)
 
     def some(count: int) -> list[int]:
@@ -38,8 +37,7 @@ def test_all_who_share_a_prefix_have_its_cold_keys(serve, tmp_path) -> None:
         server.flush_cache()
         greedy(server, [first], tokens=4)
         before = sparse_state(server)["prefill"]
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda prompt: ask(server, prompt, tokens=4), prompts))
+        answers = ask_all(server, prompts, tokens=4)
         assert [answer["output_ids"] for answer in answers] == at_once
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers[1:4]]
         assert cached == [(2 * GROUP + past) // GROUP * GROUP for past in PAST]

@@ -1,15 +1,22 @@
 """Prefill methods beside decode methods, also by layer and on the smallest and largest pages; incomplete groups."""
 
 import json
-import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import random_qwen3
 from feature_cells import PAGE_SIZE, PROOFS, Cell
-from server_requests import ask, assert_exact, assert_nothing_leaked, sparse_state
+from server_requests import (
+    ask,
+    ask_all,
+    assert_exact,
+    assert_nothing_leaked,
+    cold,
+    prompt_logprobs,
+    prompts_that_part,
+    sparse_state,
+)
 
 PAGE, GROUP, CHUNK, SHARED = 16, 128, 512, 1024
 CHUNKS = ("--chunked-prefill-size", str(CHUNK))
@@ -32,10 +39,7 @@ def by_layer(first: str, second: str, others: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def family() -> list[list[int]]:
     """Prompts that part at the end of a group, or 1, 40 or 100 tokens later."""
-    rng = random.Random(5)
-    shared = [rng.randrange(10, 1000) for _ in range(SHARED + 100)]
-    parts = [(0, 33), (1, 129), (40, 127), (100, 300), (100, 1)]
-    return [shared[: SHARED + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
+    return prompts_that_part(5, SHARED, [(0, 33), (1, 129), (40, 127), (100, 300), (100, 1)])
 
 
 class Pair(NamedTuple):
@@ -65,16 +69,11 @@ def test_prefixes_and_company_change_nothing(pair: Pair, serve, checkpoint, fami
     flags += ["--sparse-prefill-config", json.dumps({**pair.prefill, "check_exactness": True})]
     config = {**pair.config, "page_size": pair.page, "dense_fallback": "never"}
     with serve(model, *CHUNKS, *flags, method=pair.method, config=config) as server:
-        cold = []
-        for prompt in family:
-            server.flush_cache()
-            cold.append(ask(server, prompt)["output_ids"])
+        expected = cold(server, family)
         server.flush_cache()
         before = sparse_state(server)
-        with ThreadPoolExecutor(5) as pool:
-            answers = list(pool.map(lambda prompt: ask(server, prompt), family))
-        answers += [ask(server, prompt) for prompt in family]
-        assert [answer["output_ids"] for answer in answers] == [*cold, *cold]
+        answers = [*ask_all(server, family), *ask_all(server, family, at_once=1)]
+        assert [answer["output_ids"] for answer in answers] == [*expected, *expected]
         # What was asked before is found up to a whole group.
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers[len(family) :]]
         assert all(count % GROUP == 0 for count in cached) and min(cached) >= SHARED - GROUP
@@ -126,11 +125,6 @@ def test_a_chunk_that_cuts_a_group_sees_what_one_piece_up_to_there_sees(
     model, prefill = random_qwen3(tmp_path, layers=1), {**ANCHOR, "share_partial_groups": True, "theta": 2.0}
     prompt, chunk = family[-2], 208
 
-    def logprobs(server: Any, prompt: list[int], options: dict[str, Any] | None = None) -> list[float]:
-        params = {"max_new_tokens": 1, "temperature": 0.0, "custom_params": options}
-        answer = server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0)
-        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-
     with (
         serve(model, "--chunked-prefill-size", str(chunk), prefill=prefill) as server,
         serve(model, "--chunked-prefill-size", str(2 * chunk), prefill=prefill) as longer,
@@ -138,10 +132,10 @@ def test_a_chunk_that_cuts_a_group_sees_what_one_piece_up_to_there_sees(
     ):
         more = []
         for options in (None, {"theta": 2.2}):
-            found, in_longer = logprobs(server, prompt, options), logprobs(longer, prompt, options)
+            found, in_longer = prompt_logprobs(server, prompt, options), prompt_logprobs(longer, prompt, options)
             for start in range(0, len(prompt), chunk):
                 end = min(start + chunk, len(prompt))
-                own, ended = slice(start, end - 1), logprobs(whole, prompt[:end], options)[start:]
+                own, ended = slice(start, end - 1), prompt_logprobs(whole, prompt[:end], options)[start:]
                 if end < len(prompt) and end % GROUP <= ANCHOR["block_size"]:
                     more += [abs(a - b) for a, b in zip(found[own], ended, strict=True)]
                 else:
@@ -149,6 +143,6 @@ def test_a_chunk_that_cuts_a_group_sees_what_one_piece_up_to_there_sees(
                 if end % (2 * chunk) == 0:
                     assert found[own] == pytest.approx(in_longer[own], abs=1e-4), (start, end)
         assert max(more) > 1e-2
-        dense = logprobs(whole, prompt, {"exact_prefix": True})
+        dense = prompt_logprobs(whole, prompt, {"exact_prefix": True})
         assert max(abs(a - b) for a, b in zip(found, dense, strict=True)) > 1e-2
         assert_nothing_leaked(server)

@@ -3,13 +3,20 @@
 import random
 import re
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+from httpx import HTTPStatusError
+
 from eval import niah
 from eval.live.record import read_rows
 from launch.server import ServerProcess
+
+# Requests are retracted again and again.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
 
 def ask(
@@ -31,8 +38,43 @@ def ask(
 
 def greedy(server: ServerProcess, prompts: list[list[int]], tokens: int = 24, at_once: int = 1) -> list[list[int]]:
     """Send prompts, ``at_once`` of them at a time, and return the output ids."""
+    return [answer["output_ids"] for answer in ask_all(server, prompts, tokens, at_once=at_once)]
+
+
+def ask_all(
+    server: ServerProcess,
+    prompts: list[list[int]],
+    tokens: int = 8,
+    options: dict[str, Any] | None = None,
+    at_once: int = 8,
+) -> list[dict[str, Any]]:
+    """The answers to prompts, ``at_once`` of them at a time."""
     with ThreadPoolExecutor(at_once) as pool:
-        return [answer["output_ids"] for answer in pool.map(lambda prompt: ask(server, prompt, tokens), prompts)]
+        return [*pool.map(lambda prompt: ask(server, prompt, tokens, options), prompts)]
+
+
+def cold(
+    server: ServerProcess, prompts: list[list[int]], tokens: int = 8, options: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """The output ids of prompts of which nothing is cached."""
+    found = []
+    for prompt in prompts:
+        server.flush_cache()
+        found.append(ask(server, prompt, tokens, options)["output_ids"])
+    return found
+
+
+def random_prompts(seed: int, lengths: Iterable[int], tokens: int = 4000) -> list[list[int]]:
+    """Prompts of token ids from 10 up to ``tokens``."""
+    rng = random.Random(seed)
+    return [[rng.randrange(10, tokens) for _ in range(length)] for length in lengths]
+
+
+def prompts_that_part(seed: int, shared: int, parts: list[tuple[int, int]]) -> list[list[int]]:
+    """Prompts that share their first ``shared`` tokens, of each part so many more, and then have some of their own."""
+    rng = random.Random(seed)
+    first = [rng.randrange(10, 1000) for _ in range(shared + max(kept for kept, _ in parts))]
+    return [first[: shared + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
 
 
 def sparse_state(server: ServerProcess) -> dict[str, Any]:
@@ -44,6 +86,17 @@ def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, int]:
     """What was counted since."""
     after = sparse_state(server)
     return {name: after[name] - count for name, count in before.items() if type(count) is int}
+
+
+def by_part(server: ServerProcess, before: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """What each part of a server with rules by layer counted, since ``before`` if given; of what it keeps too."""
+    found = [
+        {name: count for name, count in {**part, **part.get("kept", {})}.items() if type(count) is int}
+        for part in sparse_state(server)["parts"]
+    ]
+    for part, earlier in zip(found, before or [], strict=bool(before)):
+        part.update({name: part[name] - earlier[name] for name in part})
+    return found
 
 
 def find_needles(server: ServerProcess, folder: Path, length: str = "2k") -> list[dict[str, Any]]:
@@ -65,6 +118,51 @@ def forced(server: ServerProcess, prompt: list[int], tokens: list[int], **option
 
 def logprobs(answer: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def read_logprobs(answer: dict[str, Any]) -> list[float]:
+    """Of a prompt's tokens but the first one that was asked for."""
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def prompt_logprobs(
+    server: ServerProcess, prompt: list[int], options: dict[str, Any] | None = None, start: int = 0
+) -> list[float]:
+    params = {"max_new_tokens": 1, "temperature": 0.0, "custom_params": options}
+    return read_logprobs(
+        server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=start)
+    )
+
+
+def assert_refused(server: ServerProcess, options: dict[str, Any], said: str) -> None:
+    """Assert that a request with these options is status 400, for a reason that has ``said`` in it."""
+    with pytest.raises(HTTPStatusError) as caught:
+        ask(server, [5, 6, 7], options=options)
+    assert caught.value.response.status_code == 400 and said in str(caught.value)
+
+
+def assert_abort_leaks_nothing(server: ServerProcess, **prompt: Any) -> None:
+    """Leave the stream of an answer of 400 tokens at its first one."""
+    request = {**prompt, "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    before = sparse_state(server)["decode_rows"]
+    with server.client.stream("POST", "/generate", json=request) as stream:
+        next(stream.iter_lines())
+    assert_nothing_leaked(server)
+    assert sparse_state(server)["decode_rows"] < before + 200
+
+
+def sparse_steps(answers: list[dict[str, Any]], sparse: list[list[float]], dense: list[list[float]]) -> tuple[int, int]:
+    """Steps whose log-probability tells sparse attention from dense, and those of them that ran sparse.
+
+    Each must be the log-probability of one of the two.
+    """
+    told = ran_sparse = 0
+    for answer, *expected in zip(answers, sparse, dense, strict=True):
+        for found, one, other in zip(logprobs(answer), *expected, strict=True):
+            assert min(abs(found - one), abs(found - other)) < 1e-3
+            told += abs(one - other) > 0.02
+            ran_sparse += abs(one - other) > 0.02 and abs(found - one) < 1e-3
+    return told, ran_sparse
 
 
 def assert_nothing_leaked(server: ServerProcess) -> None:
