@@ -1,16 +1,25 @@
 """RocketKV that compacts, on real servers: the answers of visibility, while the prompts' memory is free for others."""
 
-import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 from checkpoints import random_qwen3
 from dashboard import assert_dashboard_shows, exported
-from server_requests import ask, assert_nothing_leaked, forced, greedy, logprobs, sparse_state, spent
+from server_requests import (
+    RETRACT,
+    ask,
+    assert_nothing_leaked,
+    assert_refused,
+    forced,
+    greedy,
+    logprobs,
+    random_prompts,
+    sparse_state,
+    spent,
+)
 
 from launch.server import ServerProcess
 
@@ -48,15 +57,12 @@ def in_use(server: ServerProcess, begin: int) -> list[tuple[int, int]]:
 @pytest.fixture(scope="module")
 def some() -> list[list[int]]:
     """Random prompts at and around the ends of budget, blocks, pages and chunks."""
-    rng = random.Random(5)
-    lengths = (40, BUDGET, BUDGET + 1, 288, 511, 544, 549, 1023, 1504)
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
+    return random_prompts(5, (40, BUDGET, BUDGET + 1, 288, 511, 544, 549, 1023, 1504))
 
 
 @pytest.fixture(scope="module")
 def long() -> list[list[int]]:
-    rng = random.Random(6)
-    return [[rng.randrange(10, 4000) for _ in range(LONG)] for _ in range(6)]
+    return random_prompts(6, [LONG] * 6)
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +134,7 @@ def test_who_attends_to_all_lets_go_of_nothing(server, some) -> None:
     dense = ask(server, some[-1], TOKENS, {"sparse": False})["output_ids"]
     assert ask(server, some[-1], TOKENS, {"topk": 10**6})["output_ids"] == dense
     assert since(server, before)["compacted"] == 0
-    answer = httpx.post(
-        f"{server.url}/generate",
-        json={"text": "x", "sampling_params": {"custom_params": {"rectify_interval": 8}}},
-        timeout=60,
-    )
-    assert answer.status_code == 400 and 'must be \\"visibility\\" with rectify_interval 8' in answer.text
+    assert_refused(server, {"rectify_interval": 8}, 'must be \\"visibility\\" with rectify_interval 8')
 
 
 def test_an_abort_leaks_nothing(server, some) -> None:
@@ -179,12 +180,10 @@ def test_under_forced_retraction(serve, tmp_path_factory, some) -> None:
     seen without.
     """
     model = random_qwen3(tmp_path_factory.mktemp("one-layer"), layers=1, vocab_size=4096, initializer_range=0.2)
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     flags = ("--disable-overlap-schedule", "--max-total-tokens", "8192")
-    rng = random.Random(2)
-    asked = [(prompt, [rng.randrange(10, 4000) for _ in range(40)]) for prompt in some[-6:]]
+    asked = [*zip(some[-6:], random_prompts(2, [40] * 6), strict=True)]
     config = {**COMPACT, "kt_cache_dtype": "bfloat16"}
-    with serve(model, *FLAGS, *flags, method="rocketkv", config=config, env=retract) as server:
+    with serve(model, *FLAGS, *flags, method="rocketkv", config=config, env=RETRACT) as server:
         solo, dense = (
             [logprobs(forced(server, *one, **options)) for one in asked] * 2 for options in ({}, {"sparse": False})
         )

@@ -6,17 +6,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from server_requests import (
+    RETRACT,
     ask,
+    ask_all,
     assert_exact,
     assert_nothing_leaked,
+    assert_refused,
+    cold,
     find_needles,
     forced,
     greedy,
     logprobs,
+    random_prompts,
     sparse_state,
+    sparse_steps,
     spent,
 )
 
@@ -40,9 +45,7 @@ def kept(server: ServerProcess) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def some() -> list[list[int]]:
     """Random prompts at and around the ends of budget, blocks, pages and chunks."""
-    rng = random.Random(5)
-    lengths = (40, BUDGET, BUDGET + 1, BUDGET + 2, 511, 544, 549, 1023, 1504)
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
+    return random_prompts(5, (40, BUDGET, BUDGET + 1, BUDGET + 2, 511, 544, 549, 1023, 1504))
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +144,10 @@ def test_a_request_may_ask_for_more_or_less(server, some) -> None:
     assert spent(server, before)["rectified_requests"] >= 4
     for field, value, said in (
         ("prompt_budget", 64, "prompt_budget: belongs to the server's config"),
-        ("kernel_size", 3, "kernel_size: belongs to the server's config"),
         ("topk", 0, "topk: got 0"),
-        ("topk", "all", "topk: got 'all'"),
-        ("active_ratio", 0.1, "active_ratio: --sparse-method rocketkv has no such field"),
-        *((other, 3, f"{other}: --sparse-method rocketkv has no such field") for other in ("min_pages", "theta2")),
+        ("theta2", 3, "theta2: --sparse-method rocketkv has no such field"),
     ):
-        request = {"text": "x", "sampling_params": {"custom_params": {field: value}}}
-        answer = httpx.post(f"{server.url}/generate", json=request, timeout=60)
-        assert answer.status_code == 400 and said in answer.text
+        assert_refused(server, {field: value}, said)
 
 
 def test_needles_are_found_while_little_is_kept(server, tmp_path: Path) -> None:
@@ -190,13 +188,11 @@ def test_under_forced_retraction_in_mixed_batches(serve, cut) -> None:
     A step within a mixed batch and the one that a retracted request is prefilled with attend to all; every other one
     must see what it would have seen without.
     """
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     flags = ("--enable-mixed-chunk", "--chunked-prefill-size", "208", "--disable-overlap-schedule")
     config = {**CONFIG, "layers": [LAYERS - 1], "kt_cache_dtype": "bfloat16"}
-    rng = random.Random(2)
     prompts = cut[-6:] * 2
-    tokens = [[rng.randrange(10, 4000) for _ in range(40)] for _ in prompts]
-    with serve(MODEL, *FLAGS, *flags, method="rocketkv", config=config, env=retract) as server:
+    tokens = random_prompts(2, [40] * len(prompts))
+    with serve(MODEL, *FLAGS, *flags, method="rocketkv", config=config, env=RETRACT) as server:
         solo, dense = (
             [logprobs(forced(server, *one, **options)) for one in zip(prompts, tokens, strict=True)]
             for options in ({}, DENSE)
@@ -208,12 +204,7 @@ def test_under_forced_retraction_in_mixed_batches(serve, cut) -> None:
         assert sum(retracted) > 0
         # Each time anew, but for a request that was retracted before its prompt was whole.
         assert len(prompts) <= kept(server)[0] - before <= len(prompts) + sum(retracted) and kept(server)[1] == 0
-        told, ran_sparse = 0, 0
-        for answer, sparse, full in zip(answers, solo, dense, strict=True):
-            for found, one, other in zip(logprobs(answer), sparse, full, strict=True):
-                assert min(abs(found - one), abs(found - other)) < 1e-3
-                told += abs(one - other) > 0.02
-                ran_sparse += abs(one - other) > 0.02 and abs(found - one) < 1e-3
+        told, ran_sparse = sparse_steps(answers, solo, dense)
         assert 0 < ran_sparse <= told
         assert_nothing_leaked(server)
 
@@ -250,16 +241,12 @@ def test_beside_anchor_and_rectification(serve, cut) -> None:
         *([*cut[-1][: 3 * GROUP + more], *(rng.randrange(10, 4000) for _ in range(300))] for more in (0, 9)),
     ]
     with serve(MODEL, *FLAGS, *flags, method="rocketkv", config=config, prefill=ANCHOR) as server:
-        cold = []
-        for prompt in prompts:
-            server.flush_cache()
-            cold += greedy(server, [prompt], tokens=8)
+        expected = cold(server, prompts)
         server.flush_cache()
         before = kept(server)[0]
-        with ThreadPoolExecutor(8) as pool:
-            answers = [*pool.map(lambda prompt: ask(server, prompt, 24), [*prompts, *prompts])]
+        answers = ask_all(server, [*prompts, *prompts], 24)
         # No row is rectified before its ninth token, whatever runs beside it.
-        assert [answer["output_ids"][:8] for answer in answers] == [*cold, *cold]
+        assert [answer["output_ids"][:8] for answer in answers] == [*expected, *expected]
         limits = [(len(prompt) - WINDOW) // PAGE * PAGE for prompt in [*prompts, *prompts]]
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
         assert all(map(int.__le__, cached, limits)) and sum(cached) > 0
