@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from server_requests import assert_nothing_leaked, sparse_state
+from server_requests import assert_nothing_leaked, read_logprobs, sparse_state
 from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, RETRACTING, TOPK, long_texts, moved
 
 from launch.server import ServerProcess
@@ -40,7 +40,7 @@ def prompt_logprobs(server: ServerProcess, text: str) -> torch.Tensor:
     server.flush_cache()
     params, asked = {**GREEDY, "max_new_tokens": 1}, {"return_logprob": True, "logprob_start_len": 0}
     answer: dict[str, Any] = server.generate(text=text, sampling_params=params, **asked)
-    return torch.tensor([value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
+    return torch.tensor(read_logprobs(answer))
 
 
 def test_prefixes_bring_their_rows_along_and_retraction_changes_nothing(server, texts) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from server_requests import sparse_state
+from server_requests import RETRACT, sparse_state
 
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
@@ -15,8 +15,7 @@ TOPK, LAYERS, PAGE = 512, 4, 64
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 # Requests are retracted again and again; SGLang's backend gets slots, as on a GPU.
 RETRACTING = {
-    "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "5",
+    **RETRACT,
     "SGLANG_DSA_FUSE_TOPK": "1",
     "SGLANG_OPT_USE_TOPK_V2": "0",
 }
