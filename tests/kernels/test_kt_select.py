@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_runs import assert_replays
 from kt_selections import check
 
 from sglang_sparse_kernels.common import nvrtc
@@ -99,33 +100,10 @@ def test_what_a_call_allocates_is_reserved(heads: tuple[int, int], monkeypatch: 
 
 def test_wrong_arguments_are_refused() -> None:
     arguments = make(CASES[0], "cpu")
-    q, summary, kept, table = (arguments[name] for name in ("q", "summary", "kept", "block_table"))
-    for name in ("n_kept", "first_visible", "requests", "n_blocks", "n_select"):
-        tensor, size = arguments[name], len(arguments[name])
-        for wrong, message in [
-            (tensor[None], f"{name} must have 1 dimensions"),
-            (tensor.float(), f"{name} must have one of the dtypes {tensor.dtype}, got torch.float32"),
-            (tensor[:-1], rf"{name} must have the shape \({size},\), got \({size - 1},\)"),
-            (tensor.repeat_interleave(2)[::2], f"{name} must be contiguous"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                kt_select(**{**arguments, name: wrong})
+    q, summary, table = (arguments[name] for name in ("q", "summary", "block_table"))
     for change, message in [
-        ({"q": q[0]}, "q must have 3 dimensions"),
         ({"q": q[:, :7]}, "query heads must be a multiple of KV heads, got 7 and 2"),
-        ({"q": q[:3]}, r"block_table must have the shape \(3, 110\)"),
         ({"q": q[..., :48], "summary": summary[..., :48]}, "must be a power of two from 16 to 128, got 48"),
-        ({"q": q.transpose(1, 2).contiguous().transpose(1, 2)}, "q must be contiguous along its last dimension"),
-        ({"summary": summary.double()}, "summary must have one of the dtypes .*torch.float8_e5m2, got torch.float64"),
-        ({"summary": summary[:, :, :1]}, r"summary must have the shape \(\d+, 2, 2, 128\)"),
-        ({"kept": kept[0]}, "kept must have 3 dimensions"),
-        ({"kept": kept.long()}, "kept must have one of the dtypes torch.int32, got torch.int64"),
-        ({"kept": kept.transpose(1, 2).contiguous().transpose(1, 2)}, "kept must be contiguous"),
-        ({"kept": kept[:, :1].contiguous()}, r"kept must have the shape \(\d+, 2, 30\)"),
-        ({"block_table": table[0]}, "block_table must have 2 dimensions"),
-        ({"block_table": table.long()}, "block_table must have one of the dtypes torch.int32"),
-        ({"block_table": table[:3]}, r"block_table must have the shape \(7, 110\), got \(3, 110\)"),
-        ({"block_table": table[:, ::2]}, "block_table must be contiguous along its last dimension"),
         ({"topr": 0}, "topr must be 1 to 128"),
         ({"topr": 129}, "topr must be 1 to 128, the last dimension of q, got 129"),
         ({"sm_scale": 0.0}, r"sm_scale \* k_scale must be positive"),
@@ -133,9 +111,7 @@ def test_wrong_arguments_are_refused() -> None:
             {"scratch": (table[:, None], *[table[:, :2].contiguous()] * 2, table)},
             r"blocks must have the shape \(7, 2, 110\)",
         ),
-        ({"stats": torch.zeros(3, dtype=torch.int32)}, "stats must have one of the dtypes torch.int64"),
         ({"stats": torch.zeros(2, dtype=torch.int64)}, "stats must have at least 3 counters, got 2"),
-        ({"stats": torch.zeros(6, dtype=torch.int64)[::2]}, "stats must be contiguous"),
     ]:
         with pytest.raises(ValueError, match=message):
             kt_select(**{**arguments, **change})
@@ -159,17 +135,15 @@ def test_replays_of_a_graph_give_the_same_bits(config: tuple[int, int, int], row
     cuda.kt_select(*given, out, config=launch)
     expected = [tensor.clone() for tensor in run(arguments)[:2]]
     assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
-    graph, summary = torch.cuda.CUDAGraph(), arguments["summary"].clone()
-    with torch.cuda.graph(graph):
+    summary = arguments["summary"].clone()
+
+    def step() -> None:
         arguments["summary"].copy_(summary)
         for _ in range(2):
             cuda.kt_select(*given, out, tables_ready=True, config=launch)
-    for _ in range(100):
-        arguments["summary"].view(torch.uint8).fill_(0)
-        for tensor in out:
-            tensor.fill_(-1)
-        graph.replay()
-        assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+    poisoned = (arguments["summary"].view(torch.uint8), 0), (out[0], -1), (out[1], -1)
+    assert_replays(step, poisoned, lambda: all(torch.equal(*pair) for pair in zip(out, expected, strict=True)))
 
 
 @pytest.mark.gpu

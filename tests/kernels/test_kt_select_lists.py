@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_runs import replay_with
 
 from sglang_sparse_kernels.kt_select import reference
 from sglang_sparse_kernels.kt_select import triton as kernel
@@ -226,13 +227,6 @@ def test_ragged_rows(device: str, data: st.DataObject, heads: int, spare: int, s
 def test_replays_as_a_cuda_graph_with_other_rows(device: str) -> None:
     arguments = make(Case((Row(3000, 64, 2990, 1100), Row(0), Row(40, 64), Row(500, 64, 400, 0)), width=4096), device)
     out = run(visible_blocks, arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        visible_blocks(**arguments, out=out)
     rows = (Row(0), Row(4096, 64, 4000, 1100), Row(100, 64, 70, 20), Row(4096, 4096))
-    for name, tensor in make(Case(rows, max_kept=1100, width=4096), device).items():
-        arguments[name].copy_(tensor)
-    for tensor in out:
-        tensor.fill_(UNWRITTEN)
-    graph.replay()
+    replay_with(visible_blocks, arguments, make(Case(rows, max_kept=1100, width=4096), device), out, UNWRITTEN)
     assert_equals_the_reference(out, arguments)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_runs import replay_with
 
 from sglang_sparse_kernels.kt_select import TABLES, cases, reference
 from sglang_sparse_kernels.kt_select import triton as kernels
@@ -247,12 +248,6 @@ def test_any_shape(device: str, case: Case, local_pages: int, seed: int) -> None
 def test_replays_as_a_cuda_graph_with_other_counts(device: str) -> None:
     arguments = make(Case((Row(600), Row(64), Row(0), Row(1)), 8, 4, 128, 32, width=1024), device)
     out = run_kernels(arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernels.kt_score(**arguments, out=out)
     other = make(Case((Row(17), Row(0), Row(1000), Row(283)), 8, 4, 128, 32, width=1024), device)
-    for name in ("q", "summary", "candidates", "n_candidates"):
-        arguments[name].view(torch.uint8).copy_(other[name].view(torch.uint8))
-    out.fill_(UNWRITTEN)
-    graph.replay()
+    replay_with(kernels.kt_score, arguments, other, out, UNWRITTEN)
     assert_scores(out, other)

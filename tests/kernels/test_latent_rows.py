@@ -159,12 +159,7 @@ def test_a_slot_of_minus_one_is_skipped(triton: bool, device: str) -> None:
     [
         ({"latent": torch.zeros(5, 384)}, "latent of float8 rows must have a dimension of 128, 256, 512, got 384"),
         ({"rotated": torch.zeros(5, 48)}, "rotated key of float8 rows must have a dimension of 16, 32, 64, got 48"),
-        ({"latent": torch.zeros(5, 256)}, r"rows must have the shape \(8, 296\), got \(8, 164\)"),
-        ({"latent": torch.zeros(5, 128).long()}, "latent must have one of the dtypes torch.float32"),
         ({"rotated": torch.zeros(5, 16).bfloat16()}, "rotated must have one of the dtypes torch.float32, got"),
-        ({"rotated": torch.zeros(4, 16)}, r"rotated must have the shape \(5, 16\), got \(4, 16\)"),
-        ({"slots": torch.zeros(5).int()}, "slots must have one of the dtypes torch.int64"),
-        ({"slots": torch.zeros(4).long()}, r"slots must have the shape \(5,\), got \(4,\)"),
         ({"rows": torch.zeros(8, 164)}, "rows must have one of the dtypes torch.uint8"),
         ({"rows": torch.zeros(8, 165).byte()[:, :164]}, "rows must have its rows at multiples of 4 bytes, got the"),
         ({"rows": torch.zeros(8, 168).byte()[:, 2:166]}, "rows must have its rows at multiples of 4 bytes, got the"),

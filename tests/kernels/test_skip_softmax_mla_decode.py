@@ -223,17 +223,9 @@ def test_what_is_allocated_is_in_scratch_bytes(usual: int | None, device: str, m
     ("change", "message"),
     [
         ({"q_nope": torch.zeros(1, 20, 96).half()}, "of q_nope must be one of 64, 128, 256, 512, got 96"),
-        ({"q_rope": torch.zeros(1, 10, 16).half()}, r"q_rope must have the shape \(1, 20, 16\), got \(1, 10, 16\)"),
-        ({"kv_cache": torch.zeros(8, 64).half()}, r"kv_cache must have the shape \(8, 80\), got \(8, 64\)"),
         ({"kv_cache": torch.zeros(8, 80).byte()}, "kv_cache must have one of the dtypes torch.float16, torch.float8"),
-        ({"page_table": torch.zeros(2, 32).int()}, r"page_table must have the shape \(1, 32\)"),
-        ({"n_pages": torch.ones(2).int()}, r"n_pages must have the shape \(1,\)"),
-        ({"last_slots": torch.ones(1).int()}, "last_slots must have one of the dtypes torch.int64"),
-        ({"threshold_scale_factor": torch.ones(2)}, r"threshold_scale_factor must have the shape \(1,\)"),
         ({"page_size": 24}, "page_size must be a power of two"),
         ({"kv_scale": -1.0}, r"sm_scale \* k_scale must be positive"),
-        ({"out": torch.zeros(1, 20, 32).half()}, r"out must have the shape \(1, 20, 64\)"),
-        ({"stats": torch.zeros(4, dtype=torch.int64)}, r"stats must have the shape \(2,\)"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from anchor_runs import relative_error, strided
+from anchor_runs import relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -101,12 +101,6 @@ def test_pages_as_token_slots_give_the_same_result(device: str, seed: int, lengt
     tokens = slots.gather(-1, order).int().contiguous()
     by_token = sparse_decode(**{**arguments, "indices": tokens, "counts": counts, "page_size": 1})
     assert relative_error(by_token, sparse_decode(**arguments).float()) < TOLERANCE[torch.float16]
-
-
-def test_strided_queries_and_caches(device: str) -> None:
-    arguments = make(CASES[0], device)
-    expected = run_reference(arguments)
-    assert relative_error(sparse_decode(**strided(arguments)), expected) < TOLERANCE[torch.bfloat16]
 
 
 def test_large_logits_do_not_overflow(device: str) -> None:
