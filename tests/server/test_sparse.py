@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_requests import assert_nothing_leaked, greedy, sparse_state, spent
+from server_requests import RETRACT, assert_nothing_leaked, greedy, sparse_state, spent
 
 from launch.server import ServerProcess
 from sglang_sparse import frontend
@@ -40,13 +40,11 @@ def solo(server, prompts) -> list[list[int]]:
 def test_a_tenth_is_attended(server, prompts) -> None:
     before = sparse_state(server)
     greedy(server, prompts[-2:])
-    after = sparse_state(server)
-    rows = after["decode_rows"] - before["decode_rows"]
-    heads_and_layers = 2 * 4
-    held = (after["pages_held"] - before["pages_held"]) / (rows * heads_and_layers)
-    attended = (after["pages_attended"] - before["pages_attended"]) / (rows * heads_and_layers)
-    assert 125 <= held <= 127
-    assert attended == 13
+    used = spent(server, before)
+    # Of two heads and four layers.
+    selections = used["decode_rows"] * 2 * 4
+    assert 125 <= used["pages_held"] / selections <= 127
+    assert used["pages_attended"] == 13 * selections
 
 
 def test_sparse_is_not_dense(server, solo, prompts) -> None:
@@ -160,10 +158,9 @@ def test_a_bad_request_leaves_the_server_unharmed(server) -> None:
 
 def test_forced_retraction_with_mixed_chunks_and_without_overlap(serve, checkpoint, prompts) -> None:
     flags = ("--chunked-prefill-size", "512", "--enable-mixed-chunk", "--disable-overlap-schedule")
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    with serve(checkpoint, *flags, config={**TENTH, "rectify_interval": 0}, env=retract) as server:
-        outputs = greedy(server, prompts, at_once=8)
-        assert all(len(output) == 24 for output in outputs)
+    with serve(checkpoint, *flags, config={**TENTH, "rectify_interval": 0}, env=RETRACT) as server:
+        outputs = greedy(server, prompts, 12, at_once=8)
+        assert all(len(output) == 12 for output in outputs)
         assert "Testing retraction" in server.log()
         assert_nothing_leaked(server)
 

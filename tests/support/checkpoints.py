@@ -45,20 +45,7 @@ def random_qwen3(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, s
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    sizes = dict(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=32768,
-        eos_token_id=0,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-    )
+    sizes = {**_sizes(layers, vocab_size), "num_key_value_heads": 2, "head_dim": 64}
     return _save(Path(path), Qwen3ForCausalLM(Qwen3Config(**{**sizes, **config})), vocab_size, {})
 
 
@@ -96,19 +83,18 @@ _UNWRITTEN = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "s
 
 
 def _mla_sizes(layers: int, vocab_size: int) -> dict[str, Any]:
+    ranks = {"q_lora_rank": 192, "kv_lora_rank": 512}
+    heads = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    return {**_sizes(layers, vocab_size), "num_key_value_heads": 8, "first_k_dense_replace": layers, **ranks, **heads}
+
+
+def _sizes(layers: int, vocab_size: int) -> dict[str, Any]:
     return dict(
         vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=layers,
-        first_k_dense_replace=layers,
         num_attention_heads=8,
-        num_key_value_heads=8,
-        q_lora_rank=192,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
         max_position_embeddings=32768,
         eos_token_id=0,
         bos_token_id=None,
