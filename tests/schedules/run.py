@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
 }
 # Schedules within which each fault must show.
-SELF_TEST_SCHEDULES = 12
+SELF_TEST_SCHEDULES = 6
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
