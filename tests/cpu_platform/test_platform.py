@@ -13,13 +13,14 @@ import sglang_cpu_platform
 import torch
 from checkpoints import random_mla, random_qwen3
 from forked_server import Forked
+from server_fixtures import STRICT_MEMORY
+from server_requests import assert_nothing_leaked, logprobs
 
 from launch.server import ServerProcess
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform stays inactive next to CUDA")
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-STRICT_MEMORY = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 
 
 def random_prompt(length: int) -> list[int]:
@@ -58,9 +59,7 @@ def server(mla: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     log = tmp_path_factory.mktemp("server") / "log"
     with ServerProcess(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
         yield server
-        server.flush_cache()
-        assert "Traceback" not in server.log(), server.log_tail()
-        assert "leak" not in server.log().lower(), server.log_tail()
+        assert_nothing_leaked(server)
 
 
 def greedy(server: ServerProcess, prompt: list[int], tokens: int = 16, **options: Any) -> dict[str, Any]:
@@ -117,9 +116,8 @@ def test_logprobs_equal_transformers(server: ServerProcess, mla: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mla, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0] + answer["output_ids"]])).logits[0].log_softmax(-1)
-    got = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     want = [float(logits[len(PROMPTS[0]) - 1 + i, token]) for i, token in enumerate(answer["output_ids"])]
-    assert got == pytest.approx(want, abs=1e-4)
+    assert logprobs(answer) == pytest.approx(want, abs=1e-4)
     assert len(answer["meta_info"]["input_token_logprobs"]) == len(PROMPTS[0])
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from checkpoints import random_dsa
 from forked_server import ForkedServer
-from server_requests import assert_nothing_leaked
+from server_fixtures import STRICT_MEMORY
+from server_requests import RETRACT, assert_nothing_leaked, read_logprobs
 from sglang_cpu_platform import sparse_mla
 
 from eval import niah
@@ -21,7 +22,6 @@ from launch.server import ServerProcess
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform stays inactive next to CUDA")
 
-STRICT_MEMORY = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 TOPK = 64
 
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Requests are retracted again and again."""
-    env = {**STRICT_MEMORY, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    env = STRICT_MEMORY | RETRACT
     log = tmp_path_factory.mktemp("trained") / "log"
     with ForkedServer("eval/models/tiny-dsa", "--chunked-prefill-size=512", log_path=log, env=env) as server:
         yield server
@@ -55,7 +55,7 @@ def test_logprobs_are_those_of_transformers(checkpoint, tmp_path, monkeypatch) -
         asked = {"sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         answers = [server.generate(input_ids=prompt, **asked) for prompt in prompts]
         assert_nothing_leaked(server)
-    got = [logprob for answer in answers for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+    got = [logprob for answer in answers for logprob in read_logprobs(answer)]
     unquantised = plain_dsa.load(checkpoint)
     far = torch.tensor(got) - prompt_logprobs(unquantised, prompts)
     monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", plain_dsa.indexer_forward)

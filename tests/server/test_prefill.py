@@ -1,16 +1,25 @@
 """Sparse prefill on real servers: dense where nothing is left out, one and the same for all who share a prefix."""
 
-import random
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from httpx import HTTPStatusError
 from prometheus_client.parser import text_string_to_metric_families
 from server_load import RETRACT
-from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
+from server_requests import (
+    ask,
+    ask_all,
+    assert_exact,
+    assert_nothing_leaked,
+    assert_refused,
+    cold,
+    greedy,
+    prompt_logprobs,
+    prompts_that_part,
+    sparse_state,
+)
 
 from eval import identity
 from eval.live.record import read_rows
@@ -28,14 +37,6 @@ METRICS = ("--enable-metrics", "--decode-log-interval", "4")
 LINE = re.compile(r"Sparse decode, .*; sparse prefill, sparsity: ([\d.]+|n/a), tokens: (\d+) sparse (\d+) dense")
 
 
-def logprobs(
-    server: ServerProcess, prompt: list[int], options: dict[str, Any] | None = None, start: int = 0
-) -> list[float]:
-    params = {"max_new_tokens": 1, "temperature": 0.0, "custom_params": options}
-    answer = server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=start)
-    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-
-
 def used(server: ServerProcess, before: dict[str, Any], field: str) -> int:
     return sparse_state(server)["prefill"][field] - before["prefill"][field]
 
@@ -51,10 +52,8 @@ def server(serve, checkpoint) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
     """Prompts of up to 1,500 tokens that part where a group ends, or 1, 40 or 100 tokens later."""
-    rng = random.Random(3)
-    shared = [rng.randrange(10, 1000) for _ in range(SHARED + 100)]
     parts = [(0, 0), (0, 1), (1, 129), (40, 127), (40, 129), (100, 300), (100, 1), (0, 400)]
-    return [shared[: SHARED + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
+    return prompts_that_part(3, SHARED, parts)
 
 
 def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts, tmp_path) -> None:
@@ -82,40 +81,35 @@ def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts, tmp_pat
 def test_much_is_left_out(server, long_prompts) -> None:
     server.flush_cache()
     before = sparse_state(server)
-    sparse = logprobs(server, long_prompts[-1])
+    sparse = prompt_logprobs(server, long_prompts[-1])
     causal, attended = (used(server, before, f"pairs_{kind}") for kind in ("causal", "attended"))
     assert attended < 0.8 * causal
     kept = []
     for theta in (0.0, THETA, 3.0):
         before = sparse_state(server)
-        logprobs(server, long_prompts[-1], {"theta": theta})
+        prompt_logprobs(server, long_prompts[-1], {"theta": theta})
         kept.append(used(server, before, "pairs_attended"))
     # The threshold finds some keys outside the anchor and leaves some out.
     assert kept[0] < kept[1] < kept[2] < causal
-    dense = logprobs(server, long_prompts[-1], EXACT)
+    dense = prompt_logprobs(server, long_prompts[-1], EXACT)
     differs = [i for i, (a, b) in enumerate(zip(sparse, dense, strict=True)) if abs(a - b) > 1e-3]
     # The prompt is dense below the crossover.
     assert differs and differs[0] >= 2 * GROUP - 1
 
 
 def test_prefixes_chunks_and_company_change_nothing(server, long_prompts) -> None:
-    server.flush_cache()
-    cold = []
-    for prompt in long_prompts:
-        server.flush_cache()
-        cold.append(ask(server, prompt)["output_ids"])
+    expected = cold(server, long_prompts)
     server.flush_cache()
     ask(server, long_prompts[-1])
     hits = [ask(server, prompt) for prompt in long_prompts]
-    assert [answer["output_ids"] for answer in hits] == cold
+    assert [answer["output_ids"] for answer in hits] == expected
     for prompt, answer in zip(long_prompts, hits, strict=True):
         # The last token must be forwarded, and with it its group.
         shared = len(prompt) if prompt == long_prompts[-1] else SHARED
         assert answer["meta_info"]["cached_tokens"] == min(shared, len(prompt) - 1) // GROUP * GROUP
     assert_exact(server, 2 * GROUP)
     server.flush_cache()
-    with ThreadPoolExecutor(8) as pool:
-        assert [answer["output_ids"] for answer in pool.map(lambda prompt: ask(server, prompt), long_prompts)] == cold
+    assert greedy(server, long_prompts, 8, at_once=8) == expected
     assert_exact(server, 2 * GROUP)
     assert_nothing_leaked(server)
 
@@ -124,12 +118,12 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_piece(serve, checkpoint,
     """In chunks, behind a cached prefix, and from the middle of a prompt on, as a server gives them without chunks."""
     prompt, later = long_prompts[-1], SHARED + 50
     with serve(checkpoint, "--chunked-prefill-size", "-1", prefill=SPARSE) as whole:
-        expected, exact = logprobs(whole, prompt), logprobs(whole, prompt, EXACT)
+        expected, exact = prompt_logprobs(whole, prompt), prompt_logprobs(whole, prompt, EXACT)
     server.flush_cache()
-    assert logprobs(server, prompt) == pytest.approx(expected, abs=1e-4)
+    assert prompt_logprobs(server, prompt) == pytest.approx(expected, abs=1e-4)
     assert max(abs(a - b) for a, b in zip(expected, exact, strict=True)) > 1e-2
     # From there on a prefix is found in the cache.
-    found = logprobs(server, prompt, start=later)
+    found = prompt_logprobs(server, prompt, start=later)
     assert found == pytest.approx(expected[later:], abs=1e-4) and len(found) == len(prompt) - later - 1
 
 
@@ -186,19 +180,14 @@ def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"theta": -1},
-        {"theta": "much"},
-        {"exact_prefix": 1},
-        {"thet": 2.0},
-        {"exact_prefix": True, "theta": 2.0},
-        {"sparse": False, "theta": 2.0},
-        {"step": 4},
+        ({"theta": -1}, "theta: got -1"),
+        ({"theta": "much"}, "theta: got 'much'"),
+        ({"exact_prefix": 1}, "exact_prefix: got 1"),
+        ({"exact_prefix": True, "theta": 2.0}, "theta: has no meaning for a request with exact_prefix: true"),
     ],
 )
-def test_bad_options_are_refused(server, options: dict[str, Any]) -> None:
-    with pytest.raises(HTTPStatusError, match=list(options)[-1]) as caught:
-        ask(server, [5, 6, 7], options=options)
-    assert caught.value.response.status_code == 400
+def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> None:
+    assert_refused(server, options, said)
 
 
 def test_a_client_cannot_enter_anothers_namespace(server) -> None:
@@ -214,8 +203,7 @@ def test_retracted_requests_end_as_if_alone(serve, checkpoint, prompts) -> None:
         chosen = prompts[-8:]
         alone = greedy(server, chosen, tokens=60)
         server.flush_cache()
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda prompt: ask(server, prompt, tokens=60), chosen))
+        answers = ask_all(server, chosen, tokens=60)
         assert [answer["output_ids"] for answer in answers] == alone
         assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
         assert_exact(server, 2 * GROUP)

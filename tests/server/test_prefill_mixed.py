@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from server_requests import ask, assert_exact, assert_nothing_leaked, sparse_state
+from server_requests import ask, assert_exact, assert_nothing_leaked, cold, sparse_state
 
 from launch.server import ServerProcess
 
@@ -50,10 +50,7 @@ def test_prompts_and_decoding_rows_in_one_batch(serve, checkpoint, flags, config
     parts = [(100, 200), (0, 0), (0, 1), (1, 129), (40, 127), (40, 129), (100, 1), (0, 300)]
     prompts = [shared[: SHARED + kept] + some(rng, more) for kept, more in parts]
     with serve(checkpoint, "--enable-mixed-chunk", *flags, config=config, prefill=PREFILL) as server:
-        cold = []
-        for prompt in prompts:
-            server.flush_cache()
-            cold.append(ask(server, prompt, TOKENS, options)["output_ids"])
+        expected = cold(server, prompts, TOKENS, options)
         # One request after the other decodes in decode passes alone.
         assert decode_rows(server) >= (TOKENS - 1) * len(prompts)
         server.flush_cache()
@@ -67,7 +64,7 @@ def test_prompts_and_decoding_rows_in_one_batch(serve, checkpoint, flags, config
             hits = [*pool.map(lambda prompt: ask(server, prompt, TOKENS, options), prompts)]
             server.client.post("/abort_request", json={"rid": "background"}).raise_for_status()
             aborted = background.result()
-        assert [first["output_ids"], *(answer["output_ids"] for answer in hits)] == [cold[0], *cold]
+        assert [first["output_ids"], *(answer["output_ids"] for answer in hits)] == [expected[0], *expected]
         cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
         # The last token must be forwarded, and with it its group.
         assert cached == [len(prompts[0]) // GROUP * GROUP, SHARED - GROUP, *[SHARED] * 6]

@@ -1,15 +1,23 @@
 """Skip-Softmax prefill on real servers: dense at a threshold of zero, needles, one KV for all who share a prefix."""
 
 import json
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from httpx import HTTPStatusError
-from server_requests import ask, assert_exact, assert_nothing_leaked, find_needles, greedy, sparse_state
+from server_requests import (
+    ask,
+    assert_exact,
+    assert_nothing_leaked,
+    assert_refused,
+    cold,
+    find_needles,
+    greedy,
+    prompt_logprobs,
+    prompts_that_part,
+    sparse_state,
+)
 
 from launch.server import ServerProcess
 
@@ -27,12 +35,6 @@ def counted(server: ServerProcess, before: dict[str, int] | None = None) -> dict
     return {name: found[name] - (before[name] if before else 0) for name in FIELDS}
 
 
-def logprobs(server: ServerProcess, prompt: list[int], options: dict[str, Any] | None = None) -> list[float]:
-    params = {"max_new_tokens": 1, "temperature": 0.0, "custom_params": options}
-    answer = server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0)
-    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-
-
 @pytest.fixture(scope="module")
 def server(serve) -> Iterator[ServerProcess]:
     with serve(MODEL, *FLAGS, "--sparse-prefill-config", json.dumps(CONFIG), "--chunked-prefill-size", "512") as server:
@@ -42,10 +44,7 @@ def server(serve) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
     """Prompts of up to 1,300 tokens that part where a tile ends, or 1, 40 or 100 tokens later."""
-    rng = random.Random(3)
-    shared = [rng.randrange(10, 1000) for _ in range(7 * GROUP + 100)]
-    parts = [(0, 0), (0, 1), (40, 129), (100, 300), (100, 1), (0, 400)]
-    return [shared[: 7 * GROUP + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
+    return prompts_that_part(3, 7 * GROUP, [(0, 0), (0, 1), (40, 129), (100, 300), (100, 1), (0, 400)])
 
 
 def test_a_threshold_of_zero_is_dense(server, prompts) -> None:
@@ -85,29 +84,25 @@ def test_a_higher_threshold_skips_more(server, long_prompts) -> None:
 
 
 def test_prefixes_chunks_and_company_change_nothing(serve, server, long_prompts) -> None:
-    cold = []
-    for prompt in long_prompts:
-        server.flush_cache()
-        cold.append(ask(server, prompt)["output_ids"])
+    expected = cold(server, long_prompts)
     server.flush_cache()
-    chunks = logprobs(server, long_prompts[-1])
+    chunks = prompt_logprobs(server, long_prompts[-1])
     hits = [ask(server, prompt) for prompt in long_prompts]
-    assert [answer["output_ids"] for answer in hits] == cold
+    assert [answer["output_ids"] for answer in hits] == expected
     for prompt, answer in zip(long_prompts, hits, strict=True):
         # The last token must be forwarded, and with it its tile.
         shared = len(prompt) if prompt == long_prompts[-1] else 7 * GROUP
         assert answer["meta_info"]["cached_tokens"] == min(shared, len(prompt) - 1) // GROUP * GROUP
     assert_exact(server, 2 * GROUP)
     server.flush_cache()
-    with ThreadPoolExecutor(6) as pool:
-        assert [answer["output_ids"] for answer in pool.map(lambda prompt: ask(server, prompt), long_prompts)] == cold
+    assert greedy(server, long_prompts, 8, at_once=6) == expected
     assert_exact(server, 2 * GROUP)
     assert_nothing_leaked(server)
     with serve(MODEL, *FLAGS, "--sparse-prefill-config", json.dumps(CONFIG), "--chunked-prefill-size", "-1") as whole:
-        found = [logprobs(whole, long_prompts[-1], options) for options in (None, EXACT)]
+        found = [prompt_logprobs(whole, long_prompts[-1], options) for options in (None, EXACT)]
         apart = [max(abs(a - b) for a, b in zip(chunks, one, strict=True)) for one in found]
         assert apart[0] < 1e-3 and apart[1] > 1e-2
-        assert greedy(whole, long_prompts, tokens=8) == cold
+        assert greedy(whole, long_prompts, tokens=8) == expected
 
 
 def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
@@ -124,19 +119,13 @@ def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"threshold_scale_factor": -1},
-        {"threshold_scale_factor": True},
-        {"threshold_scale_factor": {"decode": 2.0}},
-        {"theta": 2.0},
-        {"threshold_scale_facto": 2.0},
-        {"sparse": False, "threshold_scale_factor": 2.0},
-        {"dense_tail": 4},
+        ({"threshold_scale_factor": -1}, "threshold_scale_factor: got -1; must be a number from 0 to 1e30"),
+        ({"threshold_scale_factor": True}, "threshold_scale_factor: got True"),
+        ({"threshold_scale_factor": {"decode": 2.0}}, "allowed on this server: a number, or a mapping with prefill"),
     ],
 )
-def test_bad_options_are_refused(server, options: dict[str, Any]) -> None:
-    with pytest.raises(HTTPStatusError, match=list(options)[-1]) as caught:
-        ask(server, [5, 6, 7], options=options)
-    assert caught.value.response.status_code == 400
+def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> None:
+    assert_refused(server, options, said)
 
 
 @pytest.mark.soak
@@ -145,15 +134,11 @@ def test_beside_resa_and_rectification(serve, long_prompts) -> None:
     flags = [*FLAGS, "--sparse-prefill-config", json.dumps(CONFIG), "--chunked-prefill-size", "512"]
     flags += ["--sparse-method", "resa", "--sparse-config", json.dumps(decode)]
     with serve(MODEL, *flags) as server:
-        cold = []
-        for prompt in long_prompts:
-            server.flush_cache()
-            cold.append(ask(server, prompt, 40)["output_ids"])
+        expected = cold(server, long_prompts, 40)
         server.flush_cache()
-        with ThreadPoolExecutor(len(long_prompts)) as pool:
-            together = [answer["output_ids"] for answer in pool.map(lambda one: ask(server, one, 40), long_prompts)]
+        together = greedy(server, long_prompts, 40, at_once=len(long_prompts))
         # No row is rectified before its ninth token; when it is hangs on what runs beside it.
-        assert [tokens[:8] for tokens in together] == [tokens[:8] for tokens in cold]
+        assert [tokens[:8] for tokens in together] == [tokens[:8] for tokens in expected]
         state = sparse_state(server)
         assert 0 < state["pages_attended"] < 0.5 * state["pages_held"]
         assert state["rectified_requests"] >= 2 * 2 * len(long_prompts)

@@ -1,13 +1,21 @@
 """Skip-Softmax decodes MLA models: dense where nothing is below the threshold, right where blocks are skipped."""
 
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
-from server_requests import ask, assert_exact, assert_nothing_leaked, find_needles, greedy, sparse_state
+from server_requests import (
+    ask,
+    ask_all,
+    assert_exact,
+    assert_nothing_leaked,
+    assert_refused,
+    find_needles,
+    greedy,
+    random_prompts,
+    sparse_state,
+    spent,
+)
 
 from launch.server import ServerProcess
 
@@ -15,18 +23,11 @@ MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-mla"
 LAYERS = 4
 FLAGS = ("--dtype", "float32", "--context-length", "4096", "--chunked-prefill-size", "512")
 CONFIG = {"threshold_scale_factor": {"decode": 100.0}, "dense_fallback": "never", "check_exactness": True}
-COUNTS = ("decode_rows", "dense_fallback_rows", "sparse_layer_rows", "blocks_visited", "blocks_skipped")
-
-
-def spent(server: ServerProcess, before: dict[str, int]) -> dict[str, int]:
-    state = sparse_state(server)
-    return {name: state[name] - before[name] for name in COUNTS}
 
 
 @pytest.fixture(scope="module")
 def mixed() -> list[list[int]]:
-    rng = random.Random(7)
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in (17, 512, 513, 1500)]
+    return random_prompts(7, (17, 512, 513, 1500))
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,8 @@ def test_a_factor_of_next_to_nothing_equals_dense(server, mixed) -> None:
     server.flush_cache()
     before = sparse_state(server)
     for at_once in (1, 6):
-        with ThreadPoolExecutor(at_once) as pool:
-            found = pool.map(lambda prompt: ask(server, prompt, 24, {"threshold_scale_factor": 1e-30}), mixed)
-            assert [answer["output_ids"] for answer in found] == expected
+        found = ask_all(server, mixed, 24, {"threshold_scale_factor": 1e-30}, at_once)
+        assert [answer["output_ids"] for answer in found] == expected
     used = spent(server, before)
     assert used["decode_rows"] >= 2 * 23 * len(mixed) and used["dense_fallback_rows"] == 0
     assert used["sparse_layer_rows"] == LAYERS * used["decode_rows"]
@@ -71,9 +71,7 @@ def test_a_request_sets_its_own_factor(server, mixed) -> None:
         return spent(server, before)["blocks_skipped"]
 
     assert skipped(1e6) > skipped({"decode": 30}) >= skipped(1e-30) == 0
-    bad = {"text": "x", "sampling_params": {"custom_params": {"threshold_scale_factor": {"prefill": 2}}}}
-    answer = httpx.post(f"{server.url}/generate", json=bad, timeout=60)
-    assert answer.status_code == 400 and "a mapping with decode" in answer.text
+    assert_refused(server, {"threshold_scale_factor": {"prefill": 2}}, "a mapping with decode")
 
 
 def test_company_and_prefixes_change_nothing(server, mixed) -> None:
