@@ -1,14 +1,22 @@
 """RoBSA on MLA: everything selected equals dense, and SGLang's features hold while only the heaviest blocks are."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from rope_calibrations import calibration
-from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
+from server_requests import (
+    RETRACT,
+    ask,
+    assert_abort_leaks_nothing,
+    assert_exact,
+    assert_nothing_leaked,
+    assert_refused,
+    greedy,
+    random_prompts,
+    sparse_state,
+)
 
 from launch.server import ServerProcess
 from sglang_sparse.methods.fingerprint import fingerprint
@@ -22,8 +30,7 @@ PAGE = 64
 @pytest.fixture(scope="module")
 def mixed() -> list[list[int]]:
     """Seven random prompts whose lengths are at and around borders of blocks and chunks."""
-    rng = random.Random(3)
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in (17, 32, 33, 512, 513, 777, 1500)]
+    return random_prompts(3, (17, 32, 33, 512, 513, 777, 1500))
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +58,8 @@ def test_everything_selected_equals_dense_under_forced_retraction_too(serve, mix
     """No mass is looked at here: what is proven is the attention kernel and its place in the server."""
     with serve(MODEL, *CHUNKS) as dense:
         expected = greedy(dense, mixed)
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     everything = {"allow_uncalibrated": True, "dense_fallback": "never", "theta1": 1.0}
-    with serve(MODEL, *CHUNKS, method="robsa", config=everything, env=retract) as server:
+    with serve(MODEL, *CHUNKS, method="robsa", config=everything, env=RETRACT) as server:
         assert greedy(server, mixed) == expected
         state = sparse_state(server)
         assert state["decode_rows"] >= len(mixed) * 23
@@ -67,9 +73,8 @@ def test_everything_selected_equals_dense_under_forced_retraction_too(serve, mix
 
 def test_forced_retraction_while_blocks_are_left_out(serve, config, mixed) -> None:
     own = {"page_size": PAGE, "rope_copy": "on", "check_exactness": True}
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     flags = (*CHUNKS, "--page-size", str(PAGE))
-    with serve(MODEL, *flags, method="robsa", config=config | own, env=retract) as server:
+    with serve(MODEL, *flags, method="robsa", config=config | own, env=RETRACT) as server:
         assert all(len(answer) == 24 for answer in greedy(server, mixed[-4:], at_once=4))
         state = sparse_state(server)
         assert "Testing retraction" in server.log() and 0 < state["pages_attended"] < state["pages_held"]
@@ -102,9 +107,7 @@ def test_a_request_may_ask_for_more(server, mixed) -> None:
     for everything in ({"theta1": 1.0}, {"sparse": False}):
         attended, dense = counted(**everything)
         assert attended == 0 and dense >= 7
-    bad = {"text": "x", "sampling_params": {"custom_params": {"theta1": 2}}}
-    answer = httpx.post(f"{server.url}/generate", json=bad, timeout=60)
-    assert answer.status_code == 400 and "theta1: got 2" in answer.text
+    assert_refused(server, {"theta1": 2}, "theta1: got 2")
 
 
 def test_prefixes_are_shared_and_exact(server, mixed, alone) -> None:
@@ -132,12 +135,4 @@ def test_two_ranks_of_other_pages(serve, config, alone, mixed, scope) -> None:
 
 
 def test_an_abort_leaks_nothing(server, mixed) -> None:
-    request = {"input_ids": mixed[-1], "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
-    before = sparse_state(server)["decode_rows"]
-    with (
-        httpx.Client(base_url=server.url, timeout=60) as client,
-        client.stream("POST", "/generate", json=request) as stream,
-    ):
-        next(stream.iter_lines())
-    assert_nothing_leaked(server)
-    assert sparse_state(server)["decode_rows"] < before + 200
+    assert_abort_leaks_nothing(server, input_ids=mixed[-1])
