@@ -178,7 +178,7 @@ def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
         ({"theta": -1}, "theta: got -1"),
         ({"theta": "much"}, "theta: got 'much'"),

@@ -117,7 +117,7 @@ def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
         ({"threshold_scale_factor": -1}, "threshold_scale_factor: got -1; must be a number from 0 to 1e30"),
         ({"threshold_scale_factor": True}, "threshold_scale_factor: got True"),

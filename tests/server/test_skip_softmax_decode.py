@@ -164,7 +164,7 @@ def test_rectified_answers_are_exact(server, some) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
         (factor(decode=-1), "threshold_scale_factor: got -1; must be a number from 0 to 1e30"),
         (factor(decode=1, both=2), "allowed on this server: a number, or a mapping with decode and prefill"),
