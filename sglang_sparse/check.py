@@ -1,6 +1,8 @@
 """``python -m sglang_sparse.check``: what is served and what is refused, without starting a server.
 
-Without arguments it prints what each method goes with, and what is refused and why. With the arguments of a server it
+Without arguments it prints what each method goes with, and what is refused and why: the tables of the page on
+compatibility, which tests hold against the checks of a start, or where other methods or another SGLang are installed,
+the answers of these checks. With the arguments of a server it
 judges them as the server would: with ``--sparse-method`` or ``--sparse-prefill-method`` it prints the resolved config,
 and without either what each method says to this model and these flags.
 
@@ -14,24 +16,38 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+# The checks of a start take PyTorch and SGLang, which load for seconds; they are imported where they are asked.
 from sglang_sparse.config.versions import SUPPORTED_SGLANG, installed_sglang
-from sglang_sparse.hooks.table import SEAMS
-from sglang_sparse.tools import doc_tables
-from sglang_sparse.tools.support_matrix import broken_methods, methods
+from sglang_sparse.methods import registry
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
 
 MARKDOWN = "--markdown"
+PAGE = Path(__file__).parent / "docs" / "compatibility.md"
+
+
+def _tables() -> list[str]:
+    own = registry.decode_methods() == registry.DECODE_METHODS
+    own = own and registry.prefill_methods() == registry.PREFILL_METHODS
+    if own and installed_sglang() in SUPPORTED_SGLANG:
+        return re.findall(r"<!-- check: \w+ -->\n(.*?)\n<!-- check end -->", PAGE.read_text(), re.S)
+    from sglang_sparse.tools import doc_tables
+
+    return [made() for made in doc_tables.BLOCKS.values()]
 
 
 def _verdicts(arguments: list[str]) -> str:
     """Ask each method about a server's arguments, which name none."""
     from sglang.srt.server_args import prepare_server_args
+
+    from sglang_sparse.tools.doc_tables import table
+    from sglang_sparse.tools.support_matrix import broken_methods, methods
 
     # Our hook around it would end the process.
     prepare = inspect.unwrap(prepare_server_args)
@@ -44,7 +60,7 @@ def _verdicts(arguments: list[str]) -> str:
             reasons.append(str(error).removeprefix(method.flag).lstrip(": "))
         verdict = "no" if reasons else "yes"
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
-    return doc_tables.table(["with", "accepted here", "why not"], rows)
+    return table(["with", "accepted here", "why not"], rows)
 
 
 def _judge(arguments: list[str]) -> None:
@@ -68,6 +84,7 @@ def _judge(arguments: list[str]) -> None:
 
 
 def _surface() -> int:
+    from sglang_sparse.hooks.table import SEAMS
     from sglang_sparse.tools import sglang_surface
 
     found = sglang_surface.problems()
@@ -88,9 +105,11 @@ def main(arguments: list[str]) -> int:
         return _surface()
     if not arguments:
         print(f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})")
-        for made in doc_tables.BLOCKS.values():
-            print(f"\n{made()}")
+        for table in _tables():
+            print(f"\n{table}")
     elif arguments[0] == MARKDOWN:
+        from sglang_sparse.tools import doc_tables
+
         for asked in map(Path, arguments[1:]):
             for path in asked.rglob("*.md") if asked.is_dir() else [asked]:
                 path.write_text(doc_tables.fill(path.read_text()))

@@ -146,7 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise TuneError("a crossover is measured on a GPU, and torch finds none")
         return 0 if tune(args, graph_timer, "cuda") else 1
     except ValidationError as error:
-        print("\n".join(f"sglang_sparse.tune: {refused_value(detail)}" for detail in error.errors()), file=sys.stderr)
+        for detail in error.errors():
+            print(f"sglang_sparse.tune: {refused_value(detail, list(ResaConfig.model_fields))}", file=sys.stderr)
     except (TuneError, OSError, torch.OutOfMemoryError) as error:
         print(f"sglang_sparse.tune: {error}", file=sys.stderr)
     return 1

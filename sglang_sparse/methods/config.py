@@ -185,7 +185,9 @@ def validated(
         except ValidationError as error:
             found = [refused_value(detail, list(config_class.model_fields)) for detail in error.errors()]
             first, said = found[0], dict.fromkeys(map(str, found))
-            raise SparseArgumentError("; ".join(said), field=first.field, got=first.got) from error
+            joined = SparseArgumentError("; ".join(said), field=first.field, got=first.got)
+            joined.allowed = first.allowed
+            raise joined from error
 
 
 def refused_value(detail: ErrorDetails, fields: Sequence[str] = ()) -> SparseArgumentError:
@@ -198,10 +200,12 @@ def refused_value(detail: ErrorDetails, fields: Sequence[str] = ()) -> SparseArg
     field, got = str(detail["loc"][0]) if detail["loc"] else "config", detail["input"]
     if detail["type"] == "extra_forbidden":
         said = f"unknown field {field!r}, allowed: {', '.join(fields)}"
-        return SparseArgumentError(said, field=field, got=got, hint=nearest(field, fields))
+        found = SparseArgumentError(said, field=field, got=got, hint=nearest(field, fields))
+        found.allowed = fields
+        return found
     said = f"{field}: got {got!r}; {detail['msg'].removeprefix('Value error, ')}"
     # A validator of the whole config names the field itself.
-    found = detail.get("ctx", {}).get("error")
-    if isinstance(found, SparseArgumentError):
-        field, got = found.field, found.got
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, SparseArgumentError):
+        field, got = cause.field, cause.got
     return SparseArgumentError(said, field=field, got=got)
