@@ -11,7 +11,7 @@ from typing import ClassVar
 class SparseArgumentError(ValueError):
     """A sparse flag, config field, request option or combination that cannot be served; the message is for the user.
 
-    The message is ``said``, then what is allowed: ``{said}; allowed: {allowed}``. Without ``said`` it is ``form``.
+    The text is ``{message}; allowed: {allowed}``, or ``form`` without a message.
 
     Attributes:
         field: the flag, config field, option or limit at fault, as a user writes it; empty if there is no single one.
@@ -23,7 +23,7 @@ class SparseArgumentError(ValueError):
 
     def __init__(
         self,
-        said: str | None = None,
+        message: str | None = None,
         *,
         field: str = "",
         got: object = None,
@@ -34,7 +34,7 @@ class SparseArgumentError(ValueError):
         """Compose the message.
 
         Args:
-            said: what was got, in words; None for ``form``.
+            message: what was got, in words; None for ``form``.
             field: see the class.
             got: see the class.
             allowed: see the class.
@@ -43,11 +43,11 @@ class SparseArgumentError(ValueError):
         """
         listed = allowed if isinstance(allowed, str) else ", ".join(map(str, allowed))
         where = f" {where}" if where else ""
-        if said is None:
-            said = self.form.format(field=field, got=got, allowed=listed, where=where)
+        if message is None:
+            message = self.form.format(field=field, got=got, allowed=listed, where=where)
         elif listed:
-            said = f"{said}; allowed{where}: {listed}"
-        super().__init__(f"{said}; {hint}" if hint else said)
+            message = f"{message}; allowed{where}: {listed}"
+        super().__init__(f"{message}; {hint}" if hint else message)
         self.field, self.got, self.allowed = field, got, allowed
 
 

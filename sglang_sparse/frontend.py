@@ -153,8 +153,8 @@ def set_options(state: ProgramState, **fields: Unpack[Options]) -> None:
     executor = state.stream_executor
     if not isinstance(executor.backend, _endpoint_class()):
         backend = type(executor.backend).__name__
-        said = f"set_options: the state's backend is a {backend}"
-        raise SparseArgumentError(said, field="backend", got=backend, allowed="frontend.sparse_endpoint(url)")
+        message = f"set_options: the state's backend is a {backend}"
+        raise SparseArgumentError(message, field="backend", got=backend, allowed="frontend.sparse_endpoint(url)")
     executor.sync()
     # Forks get it from their state, and other states of the program, which have the same one, must not.
     executor.default_sampling_para = copy.copy(executor.default_sampling_para)

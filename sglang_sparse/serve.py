@@ -100,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.list:
             if further:
-                said = f"--list: got {' '.join(further)}, allowed: nothing else"
-                raise SparseArgumentError(said, field="--list", got=further)
+                message = f"--list: got {' '.join(further)}, allowed: nothing else"
+                raise SparseArgumentError(message, field="--list", got=further)
             print(_table([_listed(name) for name in recipes.names()]))
             return 0
         return serve(args.recipe, further, args.dry_run)

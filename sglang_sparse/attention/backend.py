@@ -169,8 +169,8 @@ class SparseAttentionBackend(DelegatingBackend):
         if not self._pools.layers:
             return
         self._graph_views = self._allocate(max_bs)
-        said = "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, next to the KV pool"
-        logger.info(said, views_nbytes(self._graph_views) / 2**20, max_bs)
+        message = "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, next to the KV pool"
+        logger.info(message, views_nbytes(self._graph_views) / 2**20, max_bs)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager forward pass."""

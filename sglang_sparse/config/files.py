@@ -62,8 +62,8 @@ def read_config(value: str | dict[str, object] | None, flag: str = "--sparse-con
     if isinstance(value, dict):
         return value
     if not isinstance(value, str):
-        said = f"{flag}: got {type(value).__name__}, allowed: JSON text, a path, a mapping"
-        raise SparseArgumentError(said, field=flag, got=value)
+        message = f"{flag}: got {type(value).__name__}, allowed: JSON text, a path, a mapping"
+        raise SparseArgumentError(message, field=flag, got=value)
     if value.lstrip().startswith("{"):
         return _parse(value, ".json", flag)
     path = Path(value)
@@ -83,11 +83,11 @@ def _parse(text: str, suffix: str, flag: str, path: str = "") -> dict[str, objec
     try:
         data = parse(text)
     except (parse_error, _Twice) as error:
-        said = f"{origin}: not valid {suffix[1:].upper()}: {error}"
-        raise SparseArgumentError(said, field=flag, got=path or text) from error
+        message = f"{origin}: not valid {suffix[1:].upper()}: {error}"
+        raise SparseArgumentError(message, field=flag, got=path or text) from error
     if data is None:
         return {}
     if not isinstance(data, dict):
-        said = f"{origin}: got a {type(data).__name__}, allowed: a mapping of config fields"
-        raise SparseArgumentError(said, field=flag, got=data)
+        message = f"{origin}: got a {type(data).__name__}, allowed: a mapping of config fields"
+        raise SparseArgumentError(message, field=flag, got=data)
     return data

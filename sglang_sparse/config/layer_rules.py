@@ -166,13 +166,13 @@ def _read(phase: Phase[M], origin: str, given: object) -> dict[str, object]:
     # YAML reads a single layer as a number.
     rules = {str(spec): rule for spec, rule in given.items()}
     if len(rules) < len(given) or not rules:
-        said = f"{origin}: got {given!r}, allowed: each layer once, by {phase.form}"
-        raise SparseArgumentError(said, field=LAYERS, got=given)
+        message = f"{origin}: got {given!r}, allowed: each layer once, by {phase.form}"
+        raise SparseArgumentError(message, field=LAYERS, got=given)
     spans: list[tuple[LayerSpan, str]] = []
     for spec, rule in rules.items():
         if rule != DENSE and not isinstance(rule, dict):
-            said = f'{origin}: rule "{spec}": got {rule!r}, allowed: {phase.form}'
-            raise SparseArgumentError(said, field=LAYERS, got=rule)
+            message = f'{origin}: rule "{spec}": got {rule!r}, allowed: {phase.form}'
+            raise SparseArgumentError(message, field=LAYERS, got=rule)
         with within(f'{origin}: rule "{spec}"'):
             spans += [(span, spec) for span in parse_spans(spec)]
     for place, ((first, last), spec) in enumerate(spans):
@@ -180,8 +180,8 @@ def _read(phase: Phase[M], origin: str, given: object) -> dict[str, object]:
             low, high = max(first, start), min(math.inf if last is None else last, math.inf if end is None else end)
             if low <= high:
                 both = f'rule "{spec}" names' if spec == other else f'rules "{other}" and "{spec}" both name'
-                said = f"{origin}: {both} layer {low}{' twice' if spec == other else ''}"
-                raise SparseArgumentError(said, field=LAYERS, got=spec, allowed="one rule for each layer")
+                message = f"{origin}: {both} layer {low}{' twice' if spec == other else ''}"
+                raise SparseArgumentError(message, field=LAYERS, got=spec, allowed="one rule for each layer")
     return rules
 
 
@@ -195,8 +195,8 @@ def _rule(phase: Phase[M], name: str, spec: str, given: Mapping[str, object], sh
         registry.require_known(METHOD, asked, phase.methods())
         method = phase.load(asked)
     if LAYERS in fields:
-        said, allowed = f'{origin}: got a field "{LAYERS}"', "the layers as the name of the rule"
-        raise SparseArgumentError(said, field=LAYERS, got=fields[LAYERS], allowed=allowed)
+        message, allowed = f'{origin}: got a field "{LAYERS}"', "the layers as the name of the rule"
+        raise SparseArgumentError(message, field=LAYERS, got=fields[LAYERS], allowed=allowed)
     known = method.config_class.model_fields
     return _Rule(asked, method, {field: shared[field] for field in shared if field in known} | fields, origin)
 
@@ -205,8 +205,8 @@ def _require_had(origin: str, shared: Mapping[str, object], rules: Sequence[_Rul
     known = dict.fromkeys(field for rule in rules for field in rule.method.config_class.model_fields)
     for field in shared:
         if field not in known:
-            said = f'{origin}: unknown field {field!r} next to "{LAYERS}", which no rule\'s method has'
-            raise SparseArgumentError(said, field=field, got=shared[field], allowed=known)
+            message = f'{origin}: unknown field {field!r} next to "{LAYERS}", which no rule\'s method has'
+            raise SparseArgumentError(message, field=field, got=shared[field], allowed=known)
 
 
 def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, object]) -> None:
@@ -283,9 +283,9 @@ def _shared_fields(origin: str, found: RuleMethods[M], fields: Sequence[str]) ->
         values = {getattr(config, field): spec for spec, config in zip(found.first_specs, configs, strict=True)}
         asked = any(field in config.model_fields_set for config in configs)
         if len(values) > 1 and (asked or field != "dense_tail"):
-            said = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in values.items())
+            listed = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in values.items())
             allowed = f'one for all rules: set it next to "{LAYERS}"'
-            raise SparseArgumentError(f"{origin}: {field} is {said}", field=field, got=list(values), allowed=allowed)
+            raise SparseArgumentError(f"{origin}: {field} is {listed}", field=field, got=list(values), allowed=allowed)
         shared[field] = max(values) if field == "dense_tail" else next(iter(values))
     return shared
 
@@ -302,8 +302,10 @@ def _check_compatible(origin: str, found: RuleMethods[DecodeMethod]) -> list[Dec
                 got=name,
             )
         if method.alone:
-            said = f'{origin}: rule "{spec}": {name} cannot be combined with another method or other fields with this '
-            raise SparseArgumentError(f"{said}config: {method.alone}", field=LAYERS, got=name)
+            message = (
+                f'{origin}: rule "{spec}": {name} cannot be combined with another method or other fields with this '
+            )
+            raise SparseArgumentError(f"{message}config: {method.alone}", field=LAYERS, got=name)
         for other, first, where in zip(methods[:place], names, specs, strict=False):
             if not _kinds(method) & _kinds(other):
                 raise SparseArgumentError(

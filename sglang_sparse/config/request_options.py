@@ -66,8 +66,8 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
         if key in names:
             continue
         if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
-            said = f"{key}: belongs to the server's config"
-            raise SparseArgumentError(said, field=key, got=value, allowed=names, where="in a request")
+            message = f"{key}: belongs to the server's config"
+            raise SparseArgumentError(message, field=key, got=value, allowed=names, where="in a request")
         if key in registry.known_fields():
             raise SparseArgumentError(f"{key}: {settings.flag} has no such field", field=key, got=value, allowed=names)
         # A short name such as "sparse" resembles too many names with another meaning.
@@ -78,22 +78,22 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
     of_prompt = _overrides(by_phase[PREFILL], of_prefill)
     for name, _, value in (*overrides, *of_prompt):
         if not sparse:
-            said = f"{name}: has no meaning for a request with {SPARSE}: false"
-            raise SparseArgumentError(said, field=name, got=value)
+            message = f"{name}: has no meaning for a request with {SPARSE}: false"
+            raise SparseArgumentError(message, field=name, got=value)
         if not isinstance(value, (int, float, str)):
             raise SparseArgumentError(field=name, got=value, allowed="a number, or true or false")
     forced = params.get(FORCED_TOKENS, [])
     if not isinstance(forced, list) or not all(type(token) is int and token >= 0 for token in forced):
-        said = f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids"
-        raise SparseArgumentError(said, field=FORCED_TOKENS, got=forced)
+        message = f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids"
+        raise SparseArgumentError(message, field=FORCED_TOKENS, got=forced)
     decode = _decode_with(settings.decode, overrides)
     interval = getattr(decode.config, "rectify_interval", 0) if sparse else 0
     if params.get("exact_prefix") is True:
         for name, _, value in of_prompt:
             # A value for both phases still has a meaning in decode.
             if name != "exact_prefix" and (name not in of_decode or isinstance(params[name], dict)):
-                said = f"{name}: has no meaning for a request with exact_prefix: true"
-                raise SparseArgumentError(said, field=name, got=value)
+                message = f"{name}: has no meaning for a request with exact_prefix: true"
+                raise SparseArgumentError(message, field=name, got=value)
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
     return RequestOptions(decode, sparse, interval, tuple(forced), prefill, namespace)
 
@@ -128,8 +128,8 @@ def _asks_sparse(settings: Settings, params: Mapping[str, object]) -> bool:
     if not isinstance(sparse, bool):
         raise SparseArgumentError(field=SPARSE, got=sparse, allowed="true or false")
     if not sparse and any(method.selects_in_model for method in settings.decode.methods):
-        said = f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely"
-        raise SparseArgumentError(said, field=SPARSE, got=sparse)
+        message = f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely"
+        raise SparseArgumentError(message, field=SPARSE, got=sparse)
     return sparse
 
 

@@ -159,11 +159,11 @@ def _as_ours(origin: str, name: str | None, fields: dict[str, object]) -> dict[s
 def _require_own(origin: str, fields: Mapping[str, object], decode: SparseConfig, prefill: PrefillGroups) -> None:
     """Refuse a config that does not repeat what the decode method's says of prefill: nothing is taken over."""
     for field in decode.phase_fields:
-        said = getattr(decode, field).get("prefill")
+        value = getattr(decode, field).get("prefill")
         own = all(field in config.model_fields_set for config in prefill.configs if field in type(config).model_fields)
-        if said and field in decode.model_fields_set and not own:
+        if value and field in decode.model_fields_set and not own:
             raise SparseArgumentError(
-                f"{origin}: got {json.dumps(fields)} without {field}, and --sparse-config has {said:g} for prefill, "
+                f"{origin}: got {json.dumps(fields)} without {field}, and --sparse-config has {value:g} for prefill, "
                 "which a separate prefill config does not inherit",
                 field=field,
                 allowed='repeat the share or factor of prefill here, or leave it out of --sparse-config: {"decode": …}',

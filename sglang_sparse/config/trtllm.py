@@ -100,12 +100,12 @@ def as_ours(name: str, fields: Mapping[str, object]) -> dict[str, object]:
         if given in algorithm.usual and value == algorithm.usual[given]:
             continue
         if given in algorithm.refused:
-            said = f"{given}: got {value!r}, which has no counterpart here: {algorithm.refused[given]}"
-            raise SparseArgumentError(said, field=given, got=value)
+            message = f"{given}: got {value!r}, which has no counterpart here: {algorithm.refused[given]}"
+            raise SparseArgumentError(message, field=given, got=value)
         mine = algorithm.renamed.get(given, given) if asked is not None else given
         if mine in ours:
-            said = f"{mine}: got it by TensorRT-LLM's name, too"
-            raise SparseArgumentError(said, field=mine, got=value, allowed="one of the two")
+            message = f"{mine}: got it by TensorRT-LLM's name, too"
+            raise SparseArgumentError(message, field=mine, got=value, allowed="one of the two")
         if given in algorithm.whole and isinstance(value, float) and value % 1 == 0:
             value = int(value)
         ours[mine] = value

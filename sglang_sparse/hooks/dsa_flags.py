@@ -43,8 +43,10 @@ def require_dtype(args: Arguments, settings: Settings, dtype: torch.dtype, gpu: 
     """
     found = str(dtype).removeprefix("torch.")
     if gpu and found != "bfloat16":
-        said = f"{settings.flag}: --dtype is {args.dtype} and the model runs in {found}, which the kernels do not take"
-        raise SparseArgumentError(said, field="--dtype", got=found, allowed="--dtype bfloat16")
+        message = (
+            f"{settings.flag}: --dtype is {args.dtype} and the model runs in {found}, which the kernels do not take"
+        )
+        raise SparseArgumentError(message, field="--dtype", got=found, allowed="--dtype bfloat16")
 
 
 def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str], gpu: bool) -> None:
@@ -73,8 +75,8 @@ def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str]
     for name, (got, default, stage) in given.items():
         if got != default and found[stage] != NATIVE:
             native = ', or {"implementation": "native"}' if gpu else ""
-            said = f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which ignores it"
-            raise SparseArgumentError(said, field=name, got=got, allowed=f"{default}{native}")
+            message = f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which ignores it"
+            raise SparseArgumentError(message, field=name, got=got, allowed=f"{default}{native}")
 
 
 def replace_tilelang_backend(args: Arguments, settings: Settings) -> None:
@@ -90,8 +92,8 @@ def replace_tilelang_backend(args: Arguments, settings: Settings) -> None:
     for name in ("dsa_prefill_backend", "dsa_decode_backend"):
         if (got := getattr(args, name)) not in (None, SLOT):
             flag, allowed = f"--{name.replace('_', '-')}", 'no such flag, or {"implementation": "native"}'
-            said = f"{settings.flag}: {flag} is {got} and the attention is portable"
-            raise SparseArgumentError(said, field=flag, got=got, allowed=allowed)
+            message = f"{settings.flag}: {flag} is {got} and the attention is portable"
+            raise SparseArgumentError(message, field=flag, got=got, allowed=allowed)
         setattr(args, name, SLOT)
     if args.kv_cache_dtype == "auto":
         # SGLang would take float8 on Blackwell.

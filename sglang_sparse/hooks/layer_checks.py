@@ -72,8 +72,8 @@ def _found(model: torch.nn.Module, dims: tuple[int, int] | None) -> dict[int, st
             reasons.append(f"KV shared with {first}")
         if any("sink" in each for each, _ in model.get_submodule(owner).named_parameters(recurse=False)):
             reasons.append("attention sinks")
-        said = f"{' and '.join(reasons)} ({name})" if reasons else ""
-        found[layer.layer_id] = found.get(layer.layer_id) or said
+        message = f"{' and '.join(reasons)} ({name})" if reasons else ""
+        found[layer.layer_id] = found.get(layer.layer_id) or message
     return found
 
 

@@ -89,18 +89,18 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
         other = ("without rectification", '{"rectify_interval": 0}')
         _require_none(args, RECTIFY_LIMITS, f"{settings.flag} cannot rectify with", other)
     if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
-        said = f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
-        raise SparseArgumentError(said, field="rectify_on_finish", got=True)
+        message = f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
+        raise SparseArgumentError(message, field="rectify_on_finish", got=True)
     if settings.check_exactness and args.disable_radix_cache:
-        said = f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache"
-        raise SparseArgumentError(said, field="check_exactness", got=True, hint="leave one of them out")
+        message = f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache"
+        raise SparseArgumentError(message, field="check_exactness", got=True, hint="leave one of them out")
     if not has_gpu:
         allowed = dense_backends(settings.decode.attention, gpu=False)
         for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
             flag, got = f"--{name.replace('_', '-')}", getattr(args, name)
             if got in GPU_ONLY_BACKENDS:
-                said = f"{flag} {got} needs a GPU and this machine has none"
-                raise SparseArgumentError(said, field=flag, got=got, allowed=allowed)
+                message = f"{flag} {got} needs a GPU and this machine has none"
+                raise SparseArgumentError(message, field=flag, got=got, allowed=allowed)
 
 
 def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None:
@@ -140,8 +140,8 @@ def _require_none(args: Arguments, limits: Iterable[FlagLimit], origin: str, oth
     """Refuse flags that a table limits; ``other`` is what is allowed instead: where, and what."""
     if found := _found(args, limits):
         (first, got), (where, allowed) = next(iter(found.items())), other
-        said = f"{origin} {_listed(found)}"
-        raise SparseArgumentError(said, field=first.name, got=got, allowed=allowed, where=where)
+        message = f"{origin} {_listed(found)}"
+        raise SparseArgumentError(message, field=first.name, got=got, allowed=allowed, where=where)
 
 
 def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
@@ -160,22 +160,22 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
     for name in args.get_attention_backends():
         if name not in allowed:
-            said = f"{settings.flag}: attention backend {name!r} is not supported"
-            raise SparseArgumentError(said, field="--attention-backend", got=name, allowed=allowed)
+            message = f"{settings.flag}: attention backend {name!r} is not supported"
+            raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=allowed)
     if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
-        said = f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries"
+        message = f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries"
         allowed = ("breakable", "disabled")
-        raise SparseArgumentError(said, field="--cuda-graph-backend-prefill", got="full", allowed=allowed)
+        raise SparseArgumentError(message, field="--cuda-graph-backend-prefill", got="full", allowed=allowed)
     require_dtypes(args, settings, gpu)
     with within(f"--sparse-config of {settings.name}"):
         require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
-    page, said = settings.config.page_size, f"{settings.flag}: the server's page size is {args.page_size}"
+    page, message = settings.config.page_size, f"{settings.flag}: the server's page size is {args.page_size}"
     if settings.name is None and args.page_size not in PAGE_SIZES:
-        raise SparseArgumentError(said, field="--page-size", got=args.page_size, allowed=PAGE_SIZES)
+        raise SparseArgumentError(message, field="--page-size", got=args.page_size, allowed=PAGE_SIZES)
     if args.page_size != page:
-        said += f" and the config's is {page}; they must be equal: set --page-size {page} "
-        said += f'or {{"page_size": {args.page_size}}}'
-        raise SparseArgumentError(said, field="--page-size", got=args.page_size)
+        message += f" and the config's is {page}; they must be equal: set --page-size {page} "
+        message += f'or {{"page_size": {args.page_size}}}'
+        raise SparseArgumentError(message, field="--page-size", got=args.page_size)
 
 
 def _require_prefill(args: Arguments, settings: Settings) -> None:
@@ -183,8 +183,8 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
         return
     page, methods = settings.config.page_size, settings.prefill.methods
     if reason := next((reason for method in methods if (reason := method.refuse_page_size(page))), None):
-        said = f"--sparse-prefill-config of {settings.prefill_name}: {reason}"
-        raise SparseArgumentError(said, field="--page-size", got=page)
+        message = f"--sparse-prefill-config of {settings.prefill_name}: {reason}"
+        raise SparseArgumentError(message, field="--page-size", got=page)
     config, group = settings.prefill.config, settings.prefill.group_tokens
     chunk = prefill_chunk(args)
     if chunk is not None and chunk % group and not config.share_partial_groups:
@@ -199,8 +199,10 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
             f"{own if settings.comes_along else ''}{json.dumps({**kept, 'share_partial_groups': True})}",
         )
     if config.share_partial_groups and settings.check_exactness:
-        said = f"{settings.flag}: check_exactness cannot prove KV that share_partial_groups puts into the prefix cache"
-        raise SparseArgumentError(said, field="check_exactness", got=True)
+        message = (
+            f"{settings.flag}: check_exactness cannot prove KV that share_partial_groups puts into the prefix cache"
+        )
+        raise SparseArgumentError(message, field="check_exactness", got=True)
 
 
 def _require_window(args: Arguments, settings: Settings) -> None:
@@ -213,9 +215,9 @@ def _require_window(args: Arguments, settings: Settings) -> None:
     unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)
     needed = -(-(window - 1 + unit) // unit) * unit
     if chunk < needed:
-        said = f"{settings.flag}: the chunked prefill size is {chunk}"
+        message = f"{settings.flag}: the chunked prefill size is {chunk}"
         allowed = f"at least {needed}, so that the last {window} tokens of a prompt fit one chunk"
-        raise SparseArgumentError(said, field="--chunked-prefill-size", got=chunk, allowed=allowed)
+        raise SparseArgumentError(message, field="--chunked-prefill-size", got=chunk, allowed=allowed)
 
 
 def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
@@ -274,8 +276,8 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
 def _require_fit(flag: str, model: ModelConfig, reason: str | None) -> None:
     if reason:
         architecture = (model.hf_config.architectures or ["unknown"])[0]
-        said = f"{flag} does not fit {architecture}: {reason}"
-        raise SparseArgumentError(said, field="--model-path", got=architecture)
+        message = f"{flag} does not fit {architecture}: {reason}"
+        raise SparseArgumentError(message, field="--model-path", got=architecture)
 
 
 def require_weights(args: Arguments, settings: Settings, model: ModelConfig) -> None:
@@ -316,17 +318,19 @@ def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     flag, got = "--kv-cache-dtype", args.kv_cache_dtype
     if cache not in (dtype, *(("fp8_e4m3",) if fp8_kv else ())):
         given = f"{got}{', which this checkpoint makes fp8_e4m3,' if quantized else ''}"
-        said = f"{settings.flag}: the KV cache dtype is {given} and the model's is {dtype}"
-        raise SparseArgumentError(said, field=flag, got=got, allowed=(plain, "fp8_e4m3") if fp8_kv else plain)
+        message = f"{settings.flag}: the KV cache dtype is {given} and the model's is {dtype}"
+        raise SparseArgumentError(message, field=flag, got=got, allowed=(plain, "fp8_e4m3") if fp8_kv else plain)
     kind = settings.method.kind_of(args.get_model_config())
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
         allowed = [name for name in DENSE_BACKENDS[kind] if name in GPU_ONLY_BACKENDS]
-        said = f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales"
+        message = f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales"
         where = "with --kv-cache-dtype fp8_e4m3"
-        raise SparseArgumentError(said, field="--attention-backend", got="torch_native", allowed=allowed, where=where)
+        raise SparseArgumentError(
+            message, field="--attention-backend", got="torch_native", allowed=allowed, where=where
+        )
     if cache == "fp8_e4m3" and kind != "MHA" and args.quantization_param_path is not None:
-        said, flag = f"{settings.flag}: no model of SGLang with {kind} reads ", "--quantization-param-path"
-        raise SparseArgumentError(said + flag, field=flag, got=args.quantization_param_path, allowed="none")
+        message, flag = f"{settings.flag}: no model of SGLang with {kind} reads ", "--quantization-param-path"
+        raise SparseArgumentError(message + flag, field=flag, got=args.quantization_param_path, allowed="none")
     if cache == "fp8_e4m3" and settings.prefill and not _has_scales(args):
         raise SparseArgumentError(
             f"{settings.flag}: fp8 KV without scales cuts off keys and values beyond 448, and the checkpoint names "
@@ -340,8 +344,8 @@ def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     if cache == "fp8_e4m3" and any(method.needs_float8 for method in settings.decode.methods):
         _require_float8(settings, capability(gpu), plain, got)
     if dtype == "float32" and on_gpu(gpu):
-        said, allowed = f"{settings.flag}: float32 models run on the CPU only", "--dtype bfloat16, float16"
-        raise SparseArgumentError(said, field="--dtype", got=dtype, allowed=allowed)
+        message, allowed = f"{settings.flag}: float32 models run on the CPU only", "--dtype bfloat16, float16"
+        raise SparseArgumentError(message, field="--dtype", got=dtype, allowed=allowed)
 
 
 def _has_scales(args: Arguments) -> bool:

@@ -135,16 +135,16 @@ def _config_json(server_args: Arguments) -> dict[str, object]:
         return PretrainedConfig.get_config_dict(server_args.model_path, revision=server_args.revision)[0]
     except OSError as error:
         path = server_args.model_path
-        said = f"cannot read config.json of {path}: {error}"
-        raise SparseArgumentError(said, field="--model-path", got=path) from error
+        message = f"cannot read config.json of {path}: {error}"
+        raise SparseArgumentError(message, field="--model-path", got=path) from error
 
 
 def _refuse_orphans(server_args: Arguments) -> None:
     for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
         if getattr(server_args, config) is not None and not getattr(server_args, method):
             flag, needed = (f"--{name.replace('_', '-')}" for name in (config, method))
-            said = f"{flag} needs {needed}, which was not given"
-            raise SparseArgumentError(said, field=flag, got=getattr(server_args, config))
+            message = f"{flag} needs {needed}, which was not given"
+            raise SparseArgumentError(message, field=flag, got=getattr(server_args, config))
 
 
 def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv: list[str]) -> SparseServerArgs:

@@ -184,8 +184,8 @@ def validated(
             return config_class.model_validate(given)
         except ValidationError as error:
             found = [refused_value(detail, list(config_class.model_fields)) for detail in error.errors()]
-            first, said = found[0], dict.fromkeys(map(str, found))
-            joined = SparseArgumentError("; ".join(said), field=first.field, got=first.got)
+            first, message = found[0], dict.fromkeys(map(str, found))
+            joined = SparseArgumentError("; ".join(message), field=first.field, got=first.got)
             joined.allowed = first.allowed
             raise joined from error
 
@@ -199,13 +199,13 @@ def refused_value(detail: ErrorDetails, fields: Sequence[str] = ()) -> SparseArg
     """
     field, got = str(detail["loc"][0]) if detail["loc"] else "config", detail["input"]
     if detail["type"] == "extra_forbidden":
-        said = f"unknown field {field!r}, allowed: {', '.join(fields)}"
-        found = SparseArgumentError(said, field=field, got=got, hint=nearest(field, fields))
+        message = f"unknown field {field!r}, allowed: {', '.join(fields)}"
+        found = SparseArgumentError(message, field=field, got=got, hint=nearest(field, fields))
         found.allowed = fields
         return found
-    said = f"{field}: got {got!r}; {detail['msg'].removeprefix('Value error, ')}"
+    message = f"{field}: got {got!r}; {detail['msg'].removeprefix('Value error, ')}"
     # A validator of the whole config names the field itself.
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SparseArgumentError):
         field, got = cause.field, cause.got
-    return SparseArgumentError(said, field=field, got=got)
+    return SparseArgumentError(message, field=field, got=got)

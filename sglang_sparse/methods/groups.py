@@ -121,8 +121,8 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
         """What to tell the user at start; among it that methods of both phases only decode in separate layers."""
         several = zip(self.names, self.configs, strict=True) if len(self.methods) > 1 else ()
         both = [name for name, config in several if config.phase_fields]
-        said = [f"{name} only decodes in its layers; --sparse-prefill-method decides prefill" for name in both]
-        return tuple(dict.fromkeys((*said, *super().warnings())))
+        own = [f"{name} only decodes in its layers; --sparse-prefill-method decides prefill" for name in both]
+        return tuple(dict.fromkeys((*own, *super().warnings())))
 
 
 class PrefillGroups(LayerGroups[PrefillMethod]):

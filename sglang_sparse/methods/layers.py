@@ -60,7 +60,7 @@ def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ..
         last = num_layers - 1 if end is None else end
         if first > last or last >= num_layers:
             named = part.strip()
-            said = f"layers {named!r}: the model has layers 0 to {num_layers - 1}"
-            raise SparseArgumentError(said, field="layers", got=named)
+            message = f"layers {named!r}: the model has layers 0 to {num_layers - 1}"
+            raise SparseArgumentError(message, field="layers", got=named)
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))

@@ -134,9 +134,9 @@ def _load(flag: str, name: str, known: dict[str, str], base: type[T]) -> type[T]
         found = getattr(importlib.import_module(module), attribute)
     # The module of a third party may raise anything while it is imported.
     except Exception as error:
-        said = f"{flag} {name}: cannot load {known[name]!r}: {error}"
-        raise SparseArgumentError(said, field=flag, got=name) from error
+        message = f"{flag} {name}: cannot load {known[name]!r}: {error}"
+        raise SparseArgumentError(message, field=flag, got=name) from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        said = f"{flag} {name}: cannot load {known[name]!r}: it is no subclass of {base.__name__}"
-        raise SparseArgumentError(said, field=flag, got=name)
+        message = f"{flag} {name}: cannot load {known[name]!r}: it is no subclass of {base.__name__}"
+        raise SparseArgumentError(message, field=flag, got=name)
     return found

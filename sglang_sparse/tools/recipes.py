@@ -143,12 +143,12 @@ def _refused(origin: str, error: ValidationError) -> SparseArgumentError:
         table = _TABLES.get(where[0], Recipe) if len(where) > 1 else Recipe
         if detail["type"] in ("extra_forbidden", "missing"):
             what = "unknown" if detail["type"] == "extra_forbidden" else "missing"
-            said = f"{what} key {'.'.join(where)!r}, allowed: {', '.join(table.model_fields)}"
-            found.append(SparseArgumentError(said, field=".".join(where), got=detail["input"]))
+            message = f"{what} key {'.'.join(where)!r}, allowed: {', '.join(table.model_fields)}"
+            found.append(SparseArgumentError(message, field=".".join(where), got=detail["input"]))
         else:
             found.append(refused_value({**detail, "loc": (".".join(where),)}))
-    said = f"{origin}: {'; '.join(map(str, found))}"
-    return SparseArgumentError(said, field=found[0].field, got=found[0].got)
+    message = f"{origin}: {'; '.join(map(str, found))}"
+    return SparseArgumentError(message, field=found[0].field, got=found[0].got)
 
 
 def names() -> list[str]:

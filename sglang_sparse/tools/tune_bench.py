@@ -80,8 +80,8 @@ class Step:
         self.view.n_pages.copy_(self.rows.n_pages)
         self.view.n_select.copy_(method.n_select(self.rows.n_pages))
         if bool((self.view.n_select >= self.view.n_pages).any()):
-            said = f"--contexts: of {context} tokens every page is selected, which is dense decode"
-            raise TuneError(said, field="--contexts", got=context)
+            message = f"--contexts: of {context} tokens every page is selected, which is dense decode"
+            raise TuneError(message, field="--contexts", got=context)
 
     def sparse(self, layer: int) -> torch.Tensor:
         """The sparse step of a layer, ``[batch, q_heads, head_dim]``, as the backend of a server runs it."""
@@ -241,8 +241,8 @@ def crossing(points: Iterable[Point]) -> int:
             continue
         if slower[-1] + 1 == len(row):
             most = row[-1].tokens
-            said = f"a batch of {batch} is not faster sparse up to {most} KV tokens: give longer --contexts"
-            raise TuneError(said, field="--contexts", got=most)
+            message = f"a batch of {batch} is not faster sparse up to {most} KV tokens: give longer --contexts"
+            raise TuneError(message, field="--contexts", got=most)
         before, after = row[slower[-1]], row[slower[-1] + 1]
         lost, won = before.sparse_us - before.dense_us, after.dense_us - after.sparse_us
         found.append(math.ceil(before.tokens + (after.tokens - before.tokens) * lost / (lost + won)))

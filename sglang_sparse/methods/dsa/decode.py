@@ -169,8 +169,8 @@ class Dsa(DecodeMethod):
         other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
         if "shared" in (getattr(config, "indexer_types", None) or ()):
             other["indexer_types"] = '"shared" layers'
-        said = ", ".join(f"{name} {value}" for name, value in other.items())
-        return f"its indexer has {said}, which is not served yet" if other else None
+        listed = ", ".join(f"{name} {value}" for name, value in other.items())
+        return f"its indexer has {listed}, which is not served yet" if other else None
 
     def refuse_weights(self, model_config: ModelConfig) -> str | None:
         """Refuse weights without an indexer in every layer, or with another one than the config's.

@@ -91,10 +91,10 @@ def resolve(asked: str, facts: Facts) -> str:
         if reason is None:
             return choice
     # What refuses "auto" first refuses "native" too.
-    said = dict.fromkeys(f"not {NATIVE if choice == AUTO else choice}: {reason}" for choice, reason in reasons.items())
+    whys = dict.fromkeys(f"not {NATIVE if choice == AUTO else choice}: {reason}" for choice, reason in reasons.items())
     others = [choice for choice in (PORTABLE, NATIVE) if choice not in tried and not _refuse(choice, facts)]
     allowed = [AUTO, *others] if others else ["nothing"]
-    refused = f"got {asked!r}, allowed: {', '.join(allowed)}; {'; '.join(said)}"
+    refused = f"got {asked!r}, allowed: {', '.join(allowed)}; {'; '.join(whys)}"
     raise SparseArgumentError(refused, field="implementation", got=asked)
 
 

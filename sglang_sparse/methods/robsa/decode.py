@@ -128,8 +128,8 @@ class RobsaConfig(RectifyConfig):
         unread |= {"theta2"} if isinstance(self.calibration, str) else set()
         for name in sorted(unread):
             if (given := getattr(self, name)) != fields[name].default:
-                said = f"{name}: got {given!r}, which needs a calibration with similarities"
-                raise SparseArgumentError(said, field=name, got=given)
+                message = f"{name}: got {given!r}, which needs a calibration with similarities"
+                raise SparseArgumentError(message, field=name, got=given)
         return self
 
 

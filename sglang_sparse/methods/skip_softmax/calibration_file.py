@@ -73,11 +73,11 @@ def resolved_fields(
         return fields
     name, value = ("target_sparsity", target) if file is None else ("calibration_file", file)
     if "threshold_scale_factor" in fields:
-        said = f"{name}: got {value!r} together with threshold_scale_factor"
-        raise SparseArgumentError(said, field=name, got=value, allowed="one of them")
+        message = f"{name}: got {value!r} together with threshold_scale_factor"
+        raise SparseArgumentError(message, field=name, got=value, allowed="one of them")
     if target is None:
-        said = f"calibration_file: got {file!r} without target_sparsity"
-        raise SparseArgumentError(said, field="calibration_file", got=file, allowed="both, or neither")
+        message = f"calibration_file: got {file!r} without target_sparsity"
+        raise SparseArgumentError(message, field="calibration_file", got=file, allowed="both, or neither")
     shares = _shares(target, phases)
     others = {name: value for name, value in fields.items() if name not in ("target_sparsity", "calibration_file")}
     if file is None:
@@ -131,29 +131,29 @@ def _shares(target: object, phases: Sequence[str]) -> dict[str, float]:
     if not given or not set(given) <= set(phases) or len(shares) < len(given):
         several = "both phases, or a mapping with prefill or decode or both"
         allowed = several if len(phases) > 1 else f"{phases[0]}, or a mapping with it"
-        said = f"target_sparsity: got {target!r}; must be a number from 0 to 1 for {allowed}"
-        raise SparseArgumentError(said, field="target_sparsity", got=target)
+        message = f"target_sparsity: got {target!r}; must be a number from 0 to 1 for {allowed}"
+        raise SparseArgumentError(message, field="target_sparsity", got=target)
     return shares
 
 
 def _read(file: object) -> tuple[dict[str, object], SkipCalibration]:
     allowed = f"what {CALIBRATE} --model-path MODEL --out FILE.json wrote"
     if not isinstance(file, str):
-        said = f"calibration_file: got {file!r}"
-        raise SparseArgumentError(said, field="calibration_file", got=file, allowed=f"the path of {allowed}")
+        message = f"calibration_file: got {file!r}"
+        raise SparseArgumentError(message, field="calibration_file", got=file, allowed=f"the path of {allowed}")
     try:
         content = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
-        said = f"calibration_file: cannot read {file!r}: {error}"
-        raise SparseArgumentError(said, field="calibration_file", got=file, allowed=allowed) from error
+        message = f"calibration_file: cannot read {file!r}: {error}"
+        raise SparseArgumentError(message, field="calibration_file", got=file, allowed=allowed) from error
     try:
         return content, SkipCalibration.model_validate(content["calibration"])
     except (KeyError, TypeError, ValidationError) as error:
         # Pydantic's first line says how many errors there are.
         detail = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" if detail else "it has no calibration"
-        said = f"calibration_file: {file!r} is another file ({why})"
-        raise SparseArgumentError(said, field="calibration_file", got=file, allowed=allowed) from error
+        message = f"calibration_file: {file!r} is another file ({why})"
+        raise SparseArgumentError(message, field="calibration_file", got=file, allowed=allowed) from error
 
 
 def _require_range(file: object, found: SkipCalibration, shares: Mapping[str, float]) -> None:
@@ -161,8 +161,8 @@ def _require_range(file: object, found: SkipCalibration, shares: Mapping[str, fl
         share = shares.get(phase)
         if share and not fit.lowest <= share <= fit.highest:
             allowed = f"{fit.lowest} to {fit.highest}, as {file} has measured, or 0 (dense)"
-            said = f"target_sparsity: got {share!r} for {phase}"
-            raise SparseArgumentError(said, field="target_sparsity", got=share, allowed=allowed)
+            message = f"target_sparsity: got {share!r} for {phase}"
+            raise SparseArgumentError(message, field="target_sparsity", got=share, allowed=allowed)
 
 
 def _factors(
@@ -199,13 +199,15 @@ def _scale_factor(table: Mapping[str, object], origin: str) -> Mapping[str, obje
         )
     (group,) = found
     if ignored := group.get("ignore"):
-        said = f"target_sparsity: the {TABLE} of {origin} leaves layers dense (ignore: {ignored!r}), which is not read"
-        raise SparseArgumentError(said, field=TABLE, got=ignored, allowed="threshold_scale_factor and layers")
+        message = (
+            f"target_sparsity: the {TABLE} of {origin} leaves layers dense (ignore: {ignored!r}), which is not read"
+        )
+        raise SparseArgumentError(message, field=TABLE, got=ignored, allowed="threshold_scale_factor and layers")
     scale = group.get("threshold_scale_factor", table.get("threshold_scale_factor"))
     formula = scale.get("formula") if isinstance(scale, dict) else None
     if not isinstance(scale, dict) or str(formula).replace(" ", "") != FORMULA.replace(" ", ""):
-        said = f"target_sparsity: the formula of {origin} is {formula!r}"
-        raise SparseArgumentError(said, field="formula", got=formula, allowed=repr(FORMULA))
+        message = f"target_sparsity: the formula of {origin} is {formula!r}"
+        raise SparseArgumentError(message, field="formula", got=formula, allowed=repr(FORMULA))
     return scale
 
 
@@ -216,9 +218,9 @@ def _coefficients(scale: Mapping[str, object], phase: str, origin: str) -> dict[
     a, b = numbers.get("a"), numbers.get("b")
     # Beyond any calibration, and e ** 100 is still a number.
     if not is_factor(a) or not is_number(b) or not abs(b) <= MOST_EXPONENT:
-        said = f"target_sparsity: the coefficients of {origin} for {phase} are {found!r}"
+        message = f"target_sparsity: the coefficients of {origin} for {phase} are {found!r}"
         allowed = f"numbers a, at least 0, and b, up to {MOST_EXPONENT}"
-        raise SparseArgumentError(said, field=phase, got=found, allowed=allowed)
+        raise SparseArgumentError(message, field=phase, got=found, allowed=allowed)
     return {"a": a, "b": b}
 
 

@@ -99,8 +99,8 @@ def base_method(config: str | None) -> Anchor:
     prefill = build(None, {}, "anchor", fields).prefill
     method, *others = prefill.methods if prefill else [None]
     if others or not isinstance(method, Anchor):
-        said, allowed = f"{CONFIG_FLAG}: layers has several rules", 'those of anchor, as "2-"'
-        raise CalibrationError(said, field="layers", got=fields.get("layers"), allowed=allowed)
+        message, allowed = f"{CONFIG_FLAG}: layers has several rules", 'those of anchor, as "2-"'
+        raise CalibrationError(message, field="layers", got=fields.get("layers"), allowed=allowed)
     return method
 
 
@@ -111,8 +111,8 @@ def sparse_layers(method: Anchor, model: ModelFacts) -> tuple[int, ...]:
         CalibrationError: the method does not fit the model, or there are no such layers.
     """
     if reason := method.refuse(model):
-        said = f"--method anchor does not fit {model.architecture}: {reason}"
-        raise CalibrationError(said, field="--model-path", got=model.architecture)
+        message = f"--method anchor does not fit {model.architecture}: {reason}"
+        raise CalibrationError(message, field="--model-path", got=model.architecture)
     with within(CONFIG_FLAG, CalibrationError):
         return parse_layers(method.config.layers, model.num_hidden_layers)
 

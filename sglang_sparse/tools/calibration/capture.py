@@ -225,8 +225,8 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
     model.base_model(input_ids=ids, use_cache=False)
     layers = list(range(model.config.num_hidden_layers))
     if seen != layers:
-        said = f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}"
-        raise CalibrationError(said, field="--model-path", got=seen)
+        message = f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}"
+        raise CalibrationError(message, field="--model-path", got=seen)
 
 
 def _attend(
@@ -246,8 +246,8 @@ def _attend(
     # Attention to all earlier tokens needs no mask.
     odd += ["a separate mask"] if attention_mask is not None else []
     if odd:
-        said = f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"
-        raise CalibrationError(said, field="--model-path", got=odd)
+        message = f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"
+        raise CalibrationError(message, field="--model-path", got=odd)
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
     show(Captured(layer, last, keys, values, scaling))

@@ -91,8 +91,8 @@ def mix(n: int, lengths: Sequence[int], seed: int, count: Callable[[str], int]) 
 def long_mix(n: int, lengths: Sequence[int], seed: int, count: Callable[[str], int]) -> list[MixPrompt]:
     """``n`` of the long ones alone; see `mix`."""
     if lengths[0] < 2 * SPARE:
-        said = f"--lengths {lengths[0]}: the default mix needs at least {2 * SPARE} tokens"
-        raise CalibrationError(said, field="--lengths", got=lengths[0])
+        message = f"--lengths {lengths[0]}: the default mix needs at least {2 * SPARE} tokens"
+        raise CalibrationError(message, field="--lengths", got=lengths[0])
     found, makers = [], (_pass_key, _json, _variables, _functions)
     for i in range(n):
         length = lengths[i % len(lengths)]

@@ -117,16 +117,16 @@ class Prompts:
         if isinstance(text, str):
             return self._start + self.encode(text)
         if not isinstance(messages, list):
-            said = f'{origin}: allowed is an object with "text" (a string) or "messages" (a list)'
-            raise CalibrationError(said, field=FLAGS, got=line)
+            message = f'{origin}: allowed is an object with "text" (a string) or "messages" (a list)'
+            raise CalibrationError(message, field=FLAGS, got=line)
         from jinja2 import TemplateError
 
         try:
             return self._chat(messages)
         # What transformers and the template of a model raise for messages, or for want of a template.
         except (ValueError, TypeError, KeyError, TemplateError) as error:
-            said = f"{origin}: the model's chat template refuses it: {error}"
-            raise CalibrationError(said, field=FLAGS, got=line) from error
+            message = f"{origin}: the model's chat template refuses it: {error}"
+            raise CalibrationError(message, field=FLAGS, got=line) from error
 
     def _chat(self, messages: Sequence[object]) -> list[int]:
         return self.encode(

@@ -137,8 +137,8 @@ def base_config(fields: dict[str, object], model: ModelFacts) -> RobsaConfig:
         CalibrationError: the method does not fit the model.
     """
     if reason := build("robsa", {"allow_uncalibrated": True}).method.refuse(model):
-        said = f"--method robsa does not fit {model.architecture}: {reason}"
-        raise CalibrationError(said, field="--model-path", got=model.architecture)
+        message = f"--method robsa does not fit {model.architecture}: {reason}"
+        raise CalibrationError(message, field="--model-path", got=model.architecture)
     # Some fields are refused without a calibration; for the check an empty one will do.
     return cast("RobsaConfig", build("robsa", {**fields, "calibration": EMPTY}).config)
 

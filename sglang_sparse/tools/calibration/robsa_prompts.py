@@ -72,8 +72,8 @@ def fitting(lengths: Sequence[int], context: int, is_default: bool) -> list[int]
     """
     held = [length for length in lengths if length <= context]
     if len(held) < len(lengths) and not is_default:
-        said = f"--lengths {max(lengths)}: the model's context is {context} tokens"
-        raise CalibrationError(said, field="--lengths", got=max(lengths))
+        message = f"--lengths {max(lengths)}: the model's context is {context} tokens"
+        raise CalibrationError(message, field="--lengths", got=max(lengths))
     return held or [context]
 
 

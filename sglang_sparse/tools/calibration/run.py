@@ -40,8 +40,10 @@ class Partial:
         parsed = list(_parsed(lines))
         if parsed and parsed[0] != run:
             other = sorted(name for name in {*run, *parsed[0]} if parsed[0].get(name) != run.get(name))
-            said = f"{path}: is of an interrupted run with other {', '.join(other)}; remove it, or give another --out"
-            raise CalibrationError(said, field="--out", got=path)
+            message = (
+                f"{path}: is of an interrupted run with other {', '.join(other)}; remove it, or give another --out"
+            )
+            raise CalibrationError(message, field="--out", got=path)
         self.rows: list[dict[str, Any]] = parsed[1:]
         # At any moment the file is the old one or the new one.
         whole = path.with_suffix(".tmp")

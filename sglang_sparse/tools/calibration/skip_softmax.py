@@ -160,11 +160,11 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _layers(settings: Settings, facts: ModelFacts) -> dict[str, list[int]]:
     assert settings.prefill is not None
     if len(settings.decode.methods) > 1 or len(settings.prefill.methods) > 1:
-        said, allowed = "layers has several rules", 'those of skip_softmax, as "2-"'
-        raise CalibrationError(said, field="layers", allowed=allowed)
+        message, allowed = "layers has several rules", 'those of skip_softmax, as "2-"'
+        raise CalibrationError(message, field="layers", allowed=allowed)
     if reason := settings.prefill.refuse(facts) or settings.decode.refuse(facts):
-        said = f"--method skip_softmax does not fit {facts.architecture}: {reason}"
-        raise CalibrationError(said, field="--model-path", got=facts.architecture)
+        message = f"--method skip_softmax does not fit {facts.architecture}: {reason}"
+        raise CalibrationError(message, field="--model-path", got=facts.architecture)
     found = {}
     for phase, config, flag in zip(
         PHASES, (settings.prefill.config, settings.config), (PREFILL_FLAG, CONFIG_FLAG), strict=True
@@ -239,8 +239,8 @@ def measure(
 def _finite(captured: Captured, found: Skipped) -> Skipped:
     if not all(map(math.isfinite, found.mass)):
         layer, dtype = captured.layer, captured.key.dtype
-        said = f"--model-path: the attention of layer {layer} is not finite in {dtype}"
-        raise CalibrationError(said, field="--model-path")
+        message = f"--model-path: the attention of layer {layer} is not finite in {dtype}"
+        raise CalibrationError(message, field="--model-path")
     return found
 
 
