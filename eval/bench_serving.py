@@ -47,7 +47,7 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer, command_line, list_of, positive
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, this_machine
 from eval.live.runner import arguments_of
@@ -209,23 +209,23 @@ def parse(
     arguments: list[str] | None, description: str | None = None, inputs: type[Inputs] = Inputs
 ) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog=inputs.command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(inputs.command, description)
     inputs.add_arguments(parser)
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write; the logs go beside it")
-    parser.add_argument("--contexts", type=list_of(length), default="4k,32k,128k,256k", help="tokens of a prompt")
-    parser.add_argument("--batch", type=list_of(int), default="1,4", help="requests at once")
-    parser.add_argument("--output-length", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--runs", type=int, default=1, help="times that each cell is measured")
+    parser.add_argument(
+        "--contexts", type=list_of(length, some=True), default="4k,32k,128k,256k", help="tokens of a prompt"
+    )
+    parser.add_argument("--batch", type=list_of(positive, some=True), default="1,4", help="requests at once")
+    parser.add_argument("--output-length", type=positive, default=256, help="tokens of an answer")
+    parser.add_argument("--runs", type=positive, default=1, help="times that each cell is measured")
     parser.add_argument("--warmup", type=int, default=1, help="the client's warm-up requests before each batch")
     parser.add_argument(
         "--prefix",
         type=_length_or_none,
         help="cached tokens of prefix_hit (default: 128k; with a prefill method or robsa 0: none)",
     )
-    parser.add_argument("--tail", type=int, default=64, help="further tokens of such a prompt")
-    parser.add_argument("--hits", type=int, default=10, help="such prompts")
+    parser.add_argument("--tail", type=positive, default=64, help="further tokens of such a prompt")
+    parser.add_argument("--hits", type=positive, default=10, help="such prompts")
     parser.add_argument(
         "--cold-runs", type=int, default=first_token.LEAST_RUNS, help="times that a cold prefill is measured"
     )
@@ -234,8 +234,6 @@ def parse(
     )
     _add_servers(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
     if args.prefix is None:
         args.prefix = 0 if args.sparse_prefill_method or args.sparse_method == ROBSA else PREFIX
@@ -258,11 +256,6 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the command where arguments do not fit together."""
-    for name in ("output_length", "runs", "tail", "hits", *(["batch"] if args.batch else [])):
-        if min([getattr(args, name)] if name != "batch" else args.batch) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if not args.contexts or not args.batch:
-        parser.error("--contexts and --batch must name something")
     if not methods(args):
         parser.error("--sparse-method none needs a --sparse-prefill-method")
     if args.cold_runs < first_token.LEAST_RUNS:

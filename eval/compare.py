@@ -32,15 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from eval.live.arms import phases_of
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer, command_line, list_of, positive
 from eval.live.compare_servers import require_controls, require_sparse, servers
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, read_rows, summarised
 from eval.scores.tables import comparison_table
 from eval.scores.verdicts import read_folder
 from eval.serving.grid import NO_METHOD
-from eval.texts.text import read_book
-from eval.texts.windows import BOOK
+from eval.texts.lengths import length
+from eval.texts.windows import read_tokens
 
 DEPTHS = 5
 # The exit status of a part, and of this command, that was stopped from the keyboard.
@@ -102,7 +102,7 @@ def _windows(args: argparse.Namespace, wanted: int) -> int:
 
 def count_texts(server: LiveServer, books: Sequence[Path], length: int) -> int:
     """How many texts of `length` tokens the books have that do not overlap, by the server's tokenizer."""
-    return sum(len(server.tokenize(read_book(book))) // length for book in books or [BOOK])
+    return sum(len(tokens) // length for tokens in read_tokens(books, server.tokenize).values())
 
 
 def _books(args: argparse.Namespace) -> list[object]:
@@ -236,11 +236,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
 
 def parser_of() -> argparse.ArgumentParser:
     """The command line."""
-    from eval.texts.lengths import length
-
-    parser = argparse.ArgumentParser(
-        prog="eval.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("eval.compare", __doc__)
     parser.add_argument("--base-url", help="the sparse server")
     parser.add_argument("--compare-url", help="the dense server (default: the sparse one, asked to decode dense)")
     parser.add_argument(
@@ -260,14 +256,14 @@ def parser_of() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--set",
-        type=list_of(str),
+        type=list_of(str, PARTS),
         action="extend",
         help=f"of {', '.join(PARTS)}; with commas, or given again (default: all that judge the methods)",
     )
     parser.add_argument("--lengths", type=list_of(length), help="tokens of the questions (default: 2k,8k)")
     parser.add_argument("--text-length", type=length, help="tokens of forced texts (default: the first of --lengths)")
     parser.add_argument(
-        "--n", type=int, help="questions of a task and length; 276 equal ones decide one point (default: 20)"
+        "--n", type=positive, help="questions of a task and length; 276 equal ones decide one point (default: 20)"
     )
     parser.add_argument("--book", type=Path, action="append", default=[], help="text file; repeat for more")
     parser.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
@@ -276,8 +272,6 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strict", action="store_true", help="status 1 unless a task gates and all that do are same or better"
     )
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     return parser
 
 
@@ -290,14 +284,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             setattr(args, name, value)
     if (args.base_url is None) == (args.model_path is None):
         parser.error("give --base-url, or --model-path to start the servers")
-    if args.set is not None and (not args.set or not set(args.set) <= set(PARTS)):
-        parser.error(f"--set must be of {', '.join(PARTS)}, got {','.join(args.set)!r}")
     if args.sparse_method == NO_METHOD and not args.sparse_prefill_method:
         parser.error("--sparse-method none needs a --sparse-prefill-method")
     if args.base_url and args.sparse_prefill_method:
         parser.error("--sparse-prefill-method is for the servers that --model-path starts; --base-url has its own")
-    if args.n < 1:
-        parser.error(f"--n must be at least 1, got {args.n}")
     for control in args.control:
         if "=" not in control:
             parser.error(f"--control must be NAME=URL, got {control!r}")

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from eval.live import runner
-from eval.live.client import list_of
+from eval.live.client import list_of, percent
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.live.tokens import fit
@@ -55,7 +55,6 @@ RAW_TEMPLATES = "yarn_mistral"
 LENGTHS = (4096, 16384)
 N = 5
 WITH_OPTIONS = ("code_debug", "longbook_choice_eng")
-FORMS = ("chat", "second_turn")
 OPTIONS = Kind("a list of four texts", lambda value: isinstance(value, list) and [type(v) for v in value] == [str] * 4)
 ANSWER = Kind("a text, a number or a list of them", lambda value: bool(flat(value)))
 
@@ -72,11 +71,11 @@ class InfiniteBenchSuite(LocalSuite):
         parser.add_argument("--templates", default=RAW_TEMPLATES, help="such as yarn_mistral or gpt4, of --prompts")
         parser.add_argument(
             "--depths",
-            type=list_of(float),
+            type=list_of(percent, some=True),
             default="0,25,50,75,100",
             help="of gen_ tasks that have any, in percent",
         )
-        parser.add_argument("--form", default="chat", help=f"of gen_ tasks: one of {', '.join(FORMS)}")
+        parser.add_argument("--form", default="chat", choices=("chat", "second_turn"), help="of gen_ tasks")
 
     def read(self) -> dict[str, LocalTask]:
         """See `LocalSuite.read`."""
@@ -100,10 +99,7 @@ class InfiniteBenchSuite(LocalSuite):
         """See `Suite.cases`; the generated ones come first, as many of each task and length."""
         self._require_form()
         local = super().cases()
-        depths = self.args.depths
-        if not depths or not all(0 <= depth <= 100 for depth in depths):
-            raise EvaluationError(f"--depths {depths}: allowed is a list of percentages from 0 to 100")
-        places = [depth / 100 for depth in dict.fromkeys(depths)]
+        places = [depth / 100 for depth in dict.fromkeys(self.args.depths)]
         n = self.args.n or N
         made = []
         for length in sorted(set(self.args.lengths or LENGTHS)):
@@ -143,12 +139,11 @@ class InfiniteBenchSuite(LocalSuite):
         return {"score": (leading_share_after_first if late else SCORES[task])(prompt.answers, output)}
 
     def _require_form(self) -> None:
-        form = self.args.form
-        if form not in FORMS:
-            raise EvaluationError(f"--form {form}: allowed are {', '.join(FORMS)}")
-        if form == "second_turn" and self.args.no_chat:
+        if self.args.form != "second_turn":
+            return
+        if self.args.no_chat:
             raise EvaluationError("--form second_turn has turns of a chat; allowed without --no-chat")
-        if form == "second_turn" and (asked := [task for task in self._tasks() if task not in TASKS]):
+        if asked := [task for task in self._tasks() if task not in TASKS]:
             raise EvaluationError(
                 f"--form second_turn: --tasks {','.join(asked)} are not generated; allowed: gen_ tasks"
             )

@@ -43,11 +43,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from tqdm import tqdm
 
 from eval.live.arms import MAX_FAILED, require_proof
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import LiveServer, list_of, positive, shown
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, read_rows
 from eval.live.runner import HelpFormatter, arguments_of
@@ -240,24 +239,11 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def positive(value: str) -> int:
-    """A number of at least 1."""
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a judge; exit status 1 where its figures would not show what they say, or do not agree with ours."""
     args = parser().parse_args(arguments)
-    try:
-        rows = {"ruler": ruler, "gsm8k": gsm8k, "serving": serving, "agree": agree}[args.judge](args)
-    except FAILURES as error:
-        print(f"eval.judges: {error}", file=sys.stderr)
-        return 1
-    print(pd.DataFrame(rows).to_string(index=False))
-    return 0 if all(row.get("agrees", True) for row in rows) else 1
+    judge = {"ruler": ruler, "gsm8k": gsm8k, "serving": serving, "agree": agree}[args.judge]
+    return shown("eval.judges", lambda: judge(args), "agrees")
 
 
 if __name__ == "__main__":

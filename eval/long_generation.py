@@ -33,20 +33,18 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 import httpx
-import pandas as pd
 
 from eval.live.arms import decode_config
-from eval.live.client import FAILURES, LiveServer, generate, list_of
+from eval.live.client import LiveServer, command_line, generate, list_of, positive, shown
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import forced_logprobs, forced_request
 from eval.live.record import Record
 from eval.ppl_rectify import require_settings
 from eval.scores.divergence import TOP, TopTokens, kl, same_best
 from eval.scores.long_summary import plot, proven, summarise
-from eval.scores.pictures import add_file_arguments, rows_of
+from eval.scores.pictures import rows_of
 from eval.tasks.long_outputs import KINDS, NOISE, Output, Setting, checkpoints_of, make_outputs, make_settings
-from eval.texts.haystacks import book_text
-from eval.texts.windows import BOOK
+from eval.texts.windows import BOOK, read_tokens
 
 COMMAND = "eval.long_generation"
 ARGUMENTS = ("kind", "book", "prompt_length", "tokens", "n", "checkpoints", "intervals", "ratios", "seed")
@@ -181,7 +179,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if ratios:
             length = args.prompt_length + min(min(found) for found in checkpoints.values())
             require_settings(config, args.prompt_length, length, ratios)
-        books = {Path(path).name.split(".")[0]: dense.tokenize(book_text(path)) for path in args.book}
+        books = read_tokens(args.book, dense.tokenize)
         arguments = {name: getattr(args, name) for name in ARGUMENTS}
         header = {"arguments": arguments, "label": args.label, "servers": facts}
         with Record(args.out, COMMAND, args.revision, resume=True, **header) as record:
@@ -197,51 +195,43 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked as far as a server is not needed for it."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(COMMAND, __doc__)
     parser.add_argument("--base-url", help="the sparse server")
     parser.add_argument("--compare-url", help="the dense server (default: the sparse one, asked for `sparse: false`)")
-    add_file_arguments(parser, "a server")
-    parser.add_argument("--kind", type=list_of(str), default="book", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--out", type=Path, help="JSONL file; a run that was interrupted goes on")
+    parser.add_argument("--plot", type=Path, help="path without a suffix, for a picture as SVG")
+    parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a server")
+    parser.add_argument("--kind", type=list_of(str, KINDS), default="book", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--book", action="append", help=f"text file; repeat for more (default: {BOOK.name})")
-    parser.add_argument("--prompt-length", type=int, default=4096, help="tokens of the prompts")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the longest output")
+    parser.add_argument("--prompt-length", type=positive, default=4096, help="tokens of the prompts")
+    parser.add_argument("--tokens", type=positive, default=1024, help="tokens of the longest output")
     parser.add_argument("--checkpoints", type=list_of(int), help="positions of the output (default: powers of two)")
-    parser.add_argument("--n", type=int, default=20, help="prompts of each text")
+    parser.add_argument("--n", type=positive, default=20, help="prompts of each text")
     parser.add_argument("--intervals", type=list_of(int), default="", help="beside never and the server's own one")
     parser.add_argument("--ratios", type=list_of(float), default="", help="shares of the pages (default: the server's)")
-    parser.add_argument("--concurrency", type=int, default=16, help="outputs in flight")
+    parser.add_argument("--concurrency", type=positive, default=16, help="outputs in flight")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of one request")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and the bootstrap")
     args = parser.parse_args(arguments)
     args.book = args.book or [str(BOOK)]
     if args.file is None and (args.base_url is None or args.out is None):
-        raise EvaluationError("--base-url and --out are needed, or --from")
-    for name in ("prompt_length", "tokens", "n", "concurrency"):
-        if getattr(args, name) < 1:
-            raise EvaluationError(f"--{name.replace('_', '-')} {getattr(args, name)}: allowed is 1 or more")
-    if not args.kind or not set(args.kind) <= set(KINDS):
-        raise EvaluationError(f"--kind {','.join(args.kind)}: allowed are {', '.join(KINDS)}")
+        parser.error("--base-url and --out are needed, or --from")
     if not all(0 < ratio < 1 for ratio in args.ratios):
-        raise EvaluationError(f"--ratios {args.ratios}: allowed is between 0 and 1, both left out")
-    if len({Path(path).name for path in args.book}) < len(args.book):
-        raise EvaluationError("--book: two files have the same name")
+        parser.error(f"--ratios {args.ratios}: allowed is between 0 and 1, both left out")
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when its figures would not show what they say."""
-    try:
-        args = parse(arguments)
+    args = parse(arguments)
+
+    def measured() -> list[dict[str, Any]]:
         summary = summarise(rows_of(args.file, COMMAND), args.seed) if args.file else run(args)
         if args.plot:
             plot(summary, args.plot)
-    except FAILURES as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 1
-    print(pd.DataFrame(summary).to_string(index=False, float_format="{:.5f}".format))
-    return 0
+        return summary
+
+    return shown(COMMAND, measured, float_format="{:.5f}".format)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.live import runner
+from eval.live.client import positive
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
 from eval.tasks.local_data import Rows
@@ -41,9 +42,9 @@ class MathSuite(Suite):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """See `Suite.add_arguments`."""
         parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files")
-        parser.add_argument("--n", type=int, help="the first so many questions of each file; all by default")
-        parser.add_argument("--samples", type=int, default=1, help="answers to each question")
-        parser.add_argument("--max-tokens", type=int, default=16384, help="room for an answer")
+        parser.add_argument("--n", type=positive, help="the first so many questions of each file; all by default")
+        parser.add_argument("--samples", type=positive, default=1, help="answers to each question")
+        parser.add_argument("--max-tokens", type=positive, default=16384, help="room for an answer")
         parser.add_argument("--temperature", type=float, default=0.6)
         parser.add_argument("--top-p", type=float, default=0.95)
         parser.add_argument("--no-chat", action="store_true", help="raw prompts")
@@ -51,9 +52,6 @@ class MathSuite(Suite):
     def cases(self) -> list[Case]:
         """See `Suite.cases`; the index counts samples, those of a question following each other."""
         args = self.args
-        for option, value in (("--n", args.n), ("--samples", args.samples), ("--max-tokens", args.max_tokens)):
-            if value is not None and value < 1:
-                raise EvaluationError(f"{option} {value}: allowed is 1 or more")
         if args.temperature < 0 or not 0 < args.top_p <= 1:
             raise EvaluationError(
                 f"--temperature {args.temperature} --top-p {args.top_p}: allowed are 0 or more, and above 0 up to 1"

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from eval.live import runner
-from eval.live.client import list_of
+from eval.live.client import list_of, percent, positive
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens, fit
@@ -96,35 +96,30 @@ class NeedleSuite(Suite):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """See `Suite.add_arguments`."""
         haystacks.add_arguments(parser, cls.names, "1k,2k,4k,8k", 10)
-        parser.add_argument("--depths", type=list_of(float), default="0,25,50,75,100", help="in percent")
-        parser.add_argument("--haystack", default="books", help=f"one of {', '.join(haystacks.KINDS)}")
+        parser.add_argument("--depths", type=list_of(percent, some=True), default="0,25,50,75,100", help="in percent")
+        parser.add_argument("--haystack", default="books", choices=haystacks.KINDS)
         parser.add_argument(
             "--form",
             default="chat",
+            choices=cls.forms,
             help="chat: asked in the user's turn; ruler: a raw prompt that ends in RULER's answer prefix; second_turn: "
             "the user's first turn has the text, which the server answers without the question, the second one asks; "
             "prefilled, of needles alone: as chat, but the answer stands behind the question, and the likeliest token "
             "at each of its places is scored: all of that is prefill's, which only begins a number that decode writes",
         )
         parser.add_argument(
-            "--answer-tokens", type=int, help="room for the answer; 64 by default, 128 where four numbers are asked for"
+            "--answer-tokens",
+            type=positive,
+            help="room for the answer; 64 by default, 128 where four numbers are asked for",
         )
 
     def cases(self) -> list[Case]:
         """See `Suite.cases`; a case for each length, task, depth and index."""
         args = self.args
-        haystacks.check_arguments(args, self.names)
-        wrong = [depth for depth in args.depths if not 0 <= depth <= 100]
-        if wrong or not args.depths:
-            raise EvaluationError(f"--depths {wrong}: allowed is a list of percentages from 0 to 100")
-        if args.form not in self.forms:
-            raise EvaluationError(f"--form {args.form}: allowed are {', '.join(self.forms)}")
         if args.form == PREFILLED and (several := [task for task in args.tasks if _answers(TASKS[task]) > 1]):
             raise EvaluationError(
                 f"--form {PREFILLED}: --tasks {','.join(several)} have several answers; allowed are those of one"
             )
-        if args.answer_tokens is not None and args.answer_tokens < 1:
-            raise EvaluationError(f"--answer-tokens {args.answer_tokens}: allowed is 1 or more")
         self._haystack()
         return [
             Case(task, length, depth / 100, index)

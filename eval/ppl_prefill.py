@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from eval.live.arms import phases_of, require_least, require_sparse_prefill
-from eval.live.client import FAILURES, LiveServer
+from eval.live.client import LiveServer, command_line, shown
 from eval.live.counters import EvaluationError, moved, require_dense_prefill, sparsity
 from eval.live.forced import prefilled_suffix
 from eval.live.record import Record, read_finished, read_rows
@@ -45,12 +44,12 @@ from eval.texts.windows import (
     add_arguments,
     make_windows,
     read_tokens,
-    refuse_wrong,
     windows_anywhere,
     with_records,
     with_repetition,
 )
 
+COMMAND = "eval.ppl_prefill"
 # A block of AnchorAttention: what stands in the first one is never left out.
 FIRST_RECORD = 128
 # The longest group of AnchorAttention by default, and the block before it, are never left out either.
@@ -154,7 +153,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         settings = {"windows": len(texts[args.kind[0]]), "books": sorted(books)}
         settings |= {name: getattr(args, name) for name in names}
         header = {"servers": {"base": facts}, "arguments": settings, "label": args.label}
-        with Record(args.out, "eval.ppl_prefill", args.revision, **header) as record:
+        with Record(args.out, COMMAND, args.revision, **header) as record:
             for text, windows in texts.items():
                 nlls = {arm: ask(server, record, text, arm, windows, args) for arm in ("dense", "sparse")}
                 for row in rows_of(text, windows, nlls, begins):
@@ -260,9 +259,7 @@ def judge(dense: Floats, sparse: Floats, weights: Floats) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog="eval.ppl_prefill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(COMMAND, __doc__)
     parser.add_argument("--base-url", required=True, help="the server, with a sparse prefill method")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
     add_arguments(parser, length=16384, concurrency=4, kind="book")
@@ -271,26 +268,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--least-sparsity", type=float, metavar="SHARE", help="of the pairs that must be left out")
     parser.add_argument("--bound", type=float, default=BOUND, help="largest share by which perplexity may grow")
     args = parser.parse_args(arguments)
-    refuse_wrong(
-        parser,
-        args,
+    for wrong, message in (
         (args.length < 2 * SCORED, f"--length must be at least {2 * SCORED}"),
         (args.apart < 0, "--apart must be at least 0"),
         (args.bound <= 0, "--bound must be above 0"),
-    )
+    ):
+        if wrong:
+            parser.error(message)
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 0 when the gate holds."""
     args = parse(arguments)
-    try:
-        summary = run(args)
-    except FAILURES as error:
-        print(f"eval.ppl_prefill: {error}", file=sys.stderr)
-        return 1
-    print(pd.DataFrame(summary).to_string(index=False))
-    return 0 if all(row.get("passed", True) for row in summary) else 1
+    return shown(COMMAND, lambda: run(args))
 
 
 if __name__ == "__main__":

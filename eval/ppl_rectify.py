@@ -33,10 +33,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pandas as pd
-
 from eval.live.arms import decode_config
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import LiveServer, command_line, list_of, shown
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import mean_nll, prefilled_suffix, suffix_logprobs
 from eval.live.record import Record, read_rows
@@ -47,11 +45,11 @@ from eval.texts.windows import (
     add_arguments,
     make_windows,
     read_tokens,
-    refuse_wrong,
     with_records,
     with_repetition,
 )
 
+COMMAND = "eval.ppl_rectify"
 MAX_DIFFERENCE = 0.01
 MAX_ABSOLUTE_DIFFERENCE = 0.03
 CHECKED_WINDOWS = 16
@@ -178,7 +176,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             **{name: getattr(args, name) for name in names},
         }
         header = {"servers": {"base": facts}, "arguments": settings, "label": args.label}
-        with Record(args.out, "eval.ppl_rectify", args.revision, resume=True, **header) as record:
+        with Record(args.out, COMMAND, args.revision, resume=True, **header) as record:
             rows = [row for row in record.earlier if row["kind"] in ("item", "counters")]
             checked = {row["task"] for row in record.earlier if row["kind"] == "check" and row["passed"]}
             # The counters of a setting are written last.
@@ -200,9 +198,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog="eval.ppl_rectify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(COMMAND, __doc__)
     parser.add_argument("--base-url", help="the sparse server")
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--plot", type=Path, help="picture to draw, .png or .svg")
@@ -215,34 +211,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages, or of the mass: theta1"
     )
     args = parser.parse_args(arguments)
-    refuse_wrong(
-        parser,
-        args,
-        (
-            args.file is None and (args.base_url is None or args.out is None),
-            "--base-url and --out are needed, or --from",
-        ),
-        (args.file is not None and args.plot is None, "--from needs --plot"),
+    for wrong, message in (
+        (not args.file and not (args.base_url and args.out), "--base-url and --out are needed, or --from"),
+        (args.file and not args.plot, "--from needs --plot"),
         (not SCORED <= args.suffix < args.length, f"--suffix must be at least {SCORED} and below --length"),
         (args.stride is not None and args.stride < args.suffix, "--stride must be at least --suffix"),
         (min(args.intervals, default=0) < 0, "--intervals must be 0 or more"),
         (not args.ratios or not all(0 < r < 1 for r in args.ratios), "--ratios must be between 0 and 1"),
-    )
+    ):
+        if wrong:
+            parser.error(message)
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when its figures would not show what they say."""
     args = parse(arguments)
-    try:
+
+    def measured() -> list[dict[str, Any]]:
         summary = summarise(read_rows(args.file), args.seed) if args.file else run(args)
-    except FAILURES as error:
-        print(f"eval.ppl_rectify: {error}", file=sys.stderr)
-        return 1
-    if args.plot:
-        plot(summary, args.plot)
-    print(pd.DataFrame(summary).to_string(index=False))
-    return 0
+        if args.plot:
+            plot(summary, args.plot)
+        return summary
+
+    return shown(COMMAND, measured)
 
 
 if __name__ == "__main__":

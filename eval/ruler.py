@@ -51,6 +51,7 @@ from eval.tasks.ruler_words import WORDINGS, coded_words_question, common_words_
 from eval.texts import haystacks
 from eval.texts.haystacks import ExactHaystack, Question
 from eval.texts.text import sentences
+from eval.texts.windows import book_text
 
 ANSWER_TOKENS: dict[str, int] = {
     **dict.fromkeys(NEEDLE_TASKS, 128),
@@ -75,7 +76,7 @@ def read_essays(path: str, tokens: Tokens) -> ExactHaystack:
         require(whole, {"text": WORDS}, path)
         text = whole["text"]
     else:
-        text = haystacks.book_text(path, "--essays")
+        text = book_text(path, "--essays")
     return ExactHaystack(sentences(text), lambda parts: haystacks.spaced(tokens, parts))
 
 
@@ -87,11 +88,11 @@ class RulerSuite(Suite):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """See `Suite.add_arguments`."""
-        haystacks.add_arguments(parser, WITHOUT_FILES, "4k,8k,16k,32k", 25)
+        haystacks.add_arguments(parser, tuple(ANSWER_TOKENS), "4k,8k,16k,32k", 25, WITHOUT_FILES)
         parser.add_argument("--essays", help="Paul Graham's essays, .txt or RULER's .json; the books otherwise")
         parser.add_argument("--squad", help="SQuAD's dev-v2.0.json, for qa_1")
         parser.add_argument("--hotpot", help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")
-        parser.add_argument("--wording", default="lm-eval", help=f"one of {', '.join(WORDINGS)}")
+        parser.add_argument("--wording", default="lm-eval", choices=tuple(WORDINGS))
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--raw", dest="chat", action="store_false", default=False, help="raw prompts, the default")
         form.add_argument("--chat", action="store_true", default=False, help="ask through the chat template")
@@ -99,9 +100,6 @@ class RulerSuite(Suite):
     def cases(self) -> list[Case]:
         """See `Suite.cases`; a case for each length, task and index."""
         args = self.args
-        haystacks.check_arguments(args, tuple(ANSWER_TOKENS))
-        if args.wording not in WORDINGS:
-            raise EvaluationError(f"--wording {args.wording}: allowed are {', '.join(WORDINGS)}")
         for task in set(args.tasks) & set(READERS):
             path = getattr(args, OPTIONS[task])
             if path is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import re
+import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -314,15 +316,69 @@ def parse_stream(sent: float, raw: Iterable[tuple[float, bytes]]) -> Stream:
     return Stream(sent, chunks, checked(answer)["meta_info"].get("cached_tokens", 0))
 
 
-def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
-    """Parser of a comma-separated list on the command line."""
+def command_line(command: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of a command that writes a file, with ``--label`` and ``--revision``."""
+    parser = argparse.ArgumentParser(
+        prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--label", help="kept in the file's header")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    return parser
+
+
+def shown(command: str, measure: Callable[[], list[dict[str, Any]]], gate: str = "passed", **how: Any) -> int:
+    """Print the rows that a command measures as a table.
+
+    Returns:
+        The exit status: 1 where it fails, after one line on stderr, and where the field `gate` of a row is false.
+    """
+    import pandas as pd
+
+    try:
+        rows = measure()
+    except FAILURES as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 1
+    print(pd.DataFrame(rows).to_string(index=False, **how))
+    return 0 if all(row.get(gate, True) for row in rows) else 1
+
+
+def list_of(
+    kind: Callable[[str], Item], allowed: Collection[Item] | None = None, some: bool = False
+) -> Callable[[str], list[Item]]:
+    """Parser of a comma-separated list on the command line.
+
+    Args:
+        kind: parser of an item.
+        allowed: what the items can be, if not anything that `kind` takes.
+        some: refuse an empty list, as with `allowed`.
+    """
 
     def parse(value: str) -> list[Item]:
-        return [kind(part) for part in value.split(",") if part]
+        found = [kind(part) for part in value.split(",") if part]
+        wrong = [str(item) for item in found if allowed is not None and item not in allowed]
+        if wrong or not (found or (allowed is None and not some)):
+            names = "one or more" if allowed is None else ", ".join(map(str, allowed))
+            raise argparse.ArgumentTypeError(f"got {','.join(wrong) or 'none'}, allowed: {names}")
+        return found
 
     # argparse names the parser where it complains.
     parse.__name__ = "list"
     return parse
+
+
+def positive(text: str) -> int:
+    """A number of at least 1 on the command line."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def percent(text: str) -> float:
+    """A percentage on the command line."""
+    if not 0 <= (number := float(text)) <= 100:
+        raise argparse.ArgumentTypeError(f"must be a percentage from 0 to 100, got {text}")
+    return number
 
 
 def request_of(prompt: list[int], tokens: int, params: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from eval.live.arms import (
     require_reference,
     require_room,
 )
-from eval.live.client import FAILURES, LiveServer, complete
+from eval.live.client import FAILURES, LiveServer, complete, positive
 from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
 from eval.live.forced import prefilled_answer
 from eval.live.record import Record
@@ -61,7 +61,7 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     common.add_argument("--plot", type=Path, help="path without a suffix, for pictures as SVG")
     common.add_argument("--model", help="its name at the server; the first one there by default")
     common.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
-    common.add_argument("--concurrency", type=int, default=8, help="questions in flight")
+    common.add_argument("--concurrency", type=positive, default=8, help="questions in flight")
     common.add_argument(
         "--mixed", action="store_true", help="tasks and lengths at once, in an order that is drawn, not one by one"
     )
@@ -286,8 +286,6 @@ def main(suite_class: type[Suite], arguments: list[str] | None = None) -> int:
     """Run a suite's command; exit status 1 where its figures would not show what they say."""
     parser = parser_of(suite_class)
     args = parser.parse_args(arguments)
-    if args.concurrency < 1:
-        parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
     for field in LEAST:
         least = getattr(args, f"least_{field}")
         if least is not None and not 0 < least < 1:

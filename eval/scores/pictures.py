@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +10,6 @@ from eval.live.record import command_name, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def add_file_arguments(parser: argparse.ArgumentParser, without: str) -> None:
-    """Arguments of a command that writes a file and can draw it again: ``--out --plot --from --label --revision``.
-
-    `without` is not needed to take the figures of a file, such as "a server".
-    """
-    parser.add_argument("--out", type=Path, help="JSONL file; a run that was interrupted goes on")
-    parser.add_argument("--plot", type=Path, help="path without a suffix, for a picture as SVG")
-    parser.add_argument(
-        "--from", type=Path, dest="file", help=f"take the figures of this JSONL file, without {without}"
-    )
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
 
 
 def rows_of(path: Path, command: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.live.client import list_of
+from eval.live.client import list_of, positive
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens
@@ -54,11 +54,11 @@ class LocalSuite(Suite):
         parser.add_argument("--tasks", type=list_of(str), help="comma-separated; all by default")
         parser.add_argument(
             "--lengths",
-            type=list_of(length),
+            type=list_of(length, some=True),
             help="tokens of prompt and answer together, k = 1024: longer prompts lose their middle; whole by default",
         )
-        parser.add_argument("--n", type=int, help="the first so many rows of each task; all by default")
-        parser.add_argument("--max-tokens", type=int, help="room for the answer; the benchmark's own by default")
+        parser.add_argument("--n", type=positive, help="the first so many rows of each task; all by default")
+        parser.add_argument("--max-tokens", type=positive, help="room for the answer; the benchmark's by default")
         parser.add_argument("--no-chat", action="store_true", help="raw prompts for all tasks")
 
     @abstractmethod
@@ -71,17 +71,11 @@ class LocalSuite(Suite):
 
     def cases(self) -> list[Case]:
         """See `Suite.cases`."""
-        args = self.args
-        if args.lengths is not None and not args.lengths:
-            raise EvaluationError("--lengths: none given; allowed is a list such as 4k,8k")
-        for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
-            if value is not None and value < 1:
-                raise EvaluationError(f"{option} {value}: allowed is 1 or more")
         self.local = self.read()
         for task in self.local.values():
             # A template that asks for what the rows do not have is better found now than at every question.
             task.text(task.rows[0])
-        lengths = sorted(set(args.lengths)) if args.lengths else [None]
+        lengths = sorted(set(self.args.lengths)) if self.args.lengths else [None]
         pairs = [(name, i) for name, task in self.local.items() for i in range(len(task.rows))]
         return [Case(name, wanted, index=i) for wanted in lengths for name, i in pairs]
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import lzma
 import random
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from eval.live.client import list_of
+from eval.live.client import list_of, positive
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
 from eval.texts.lengths import length
-from eval.texts.text import NOISE, Haystack, read_book, sentences, unique_keys, words
-from eval.texts.windows import BOOK
+from eval.texts.text import NOISE, Haystack, sentences, unique_keys, words
+from eval.texts.windows import BOOK, book_text
 
 KINDS = ("books", "noise", "repeated")
 
@@ -112,10 +110,8 @@ def haystack(kind: str, books: tuple[str, ...], tokens: Tokens) -> ExactHaystack
         books: files, ``.txt`` or ``.txt.xz``; the held-out book of this project if empty.
 
     Raises:
-        EvaluationError: the kind is unknown, or a file cannot be read or has no words.
+        EvaluationError: a file cannot be read or has no words.
     """
-    if kind not in KINDS:
-        raise EvaluationError(f"--haystack {kind}: allowed are {', '.join(KINDS)}")
     if kind == "repeated":
         parts = sentences(NOISE)
     else:
@@ -125,17 +121,6 @@ def haystack(kind: str, books: tuple[str, ...], tokens: Tokens) -> ExactHaystack
         rng, choice = random.Random(0), words("train")
         parts = [" ".join(rng.choices(choice, k=len(part.split()))) for part in parts]
     return ExactHaystack(parts, lambda found: spaced(tokens, found))
-
-
-def book_text(path: str, option: str = "--book") -> str:
-    """Text of a file that an option names; refused if it cannot be read or has no words."""
-    try:
-        text = read_book(Path(path))
-    except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise EvaluationError(f"{option} {path}: not a readable .txt or .txt.xz file ({error})") from error
-    if not re.search(r"\w", text):
-        raise EvaluationError(f"{option} {path}: the file has no words")
-    return text
 
 
 def draw_apart(
@@ -168,25 +153,23 @@ def share(parts: Sequence[str], depth: float) -> float:
     return 1.0
 
 
-def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], lengths: str, n: int) -> None:
-    """``--tasks``, ``--lengths``, ``--n`` and ``--book`` with these defaults."""
-    parser.add_argument("--tasks", type=list_of(str), default=",".join(tasks), help="comma-separated")
+def add_arguments(
+    parser: argparse.ArgumentParser, tasks: Sequence[str], lengths: str, n: int, without_files: Sequence[str] = ()
+) -> None:
+    """``--tasks``, ``--lengths``, ``--n`` and ``--book``; by default the tasks are those `without_files`."""
     parser.add_argument(
-        "--lengths", type=list_of(length), default=lengths, help="tokens of prompt and answer together, k = 1024"
+        "--tasks", type=list_of(str, tasks), default=",".join(without_files or tasks), help="comma-separated"
     )
-    parser.add_argument("--n", type=int, default=n, help="questions of each task and cell")
+    parser.add_argument(
+        "--lengths",
+        type=list_of(length, some=True),
+        default=lengths,
+        help="tokens of prompt and answer together, k = 1024",
+    )
+    parser.add_argument("--n", type=positive, default=n, help="questions of each task and cell")
     parser.add_argument(
         "--book", action="append", default=[], help="text file of the books haystack instead of our own; repeatable"
     )
-
-
-def check_arguments(args: argparse.Namespace, tasks: Sequence[str]) -> None:
-    """Refuse what `add_arguments` lets through."""
-    chosen(args.tasks, tasks)
-    if not args.lengths:
-        raise EvaluationError("--lengths: none given; allowed is a list such as 4k,8k")
-    if args.n < 1:
-        raise EvaluationError(f"--n {args.n}: allowed is 1 or more")
 
 
 def chosen(wanted: Sequence[str] | None, allowed: Sequence[str]) -> list[str]:

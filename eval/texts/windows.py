@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import lzma
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.live.client import list_of
+from eval.live.client import list_of, positive
 from eval.live.counters import EvaluationError
 from eval.texts.text import FORMS, IM_END, prompt_text, random_key, random_number, read_book, read_books, unique_keys
 
@@ -44,38 +46,37 @@ def add_arguments(parser: argparse.ArgumentParser, length: int, concurrency: int
     parser.add_argument(
         "--book", type=Path, action="append", help=f"text or folder of texts; repeat for more (default: {BOOK.name})"
     )
-    parser.add_argument("--kind", type=list_of(str), default=kind, help=f"of {', '.join(TEXTS)}")
+    parser.add_argument("--kind", type=list_of(str, TEXTS), default=kind, help=f"of {', '.join(TEXTS)}")
     parser.add_argument("--length", type=int, default=length, help="tokens of a window")
-    parser.add_argument("--windows", type=int, help="how many (default: all that the books hold)")
-    parser.add_argument("--concurrency", type=int, default=concurrency, help="windows in flight")
+    parser.add_argument("--windows", type=positive, help="how many (default: all that the books hold)")
+    parser.add_argument("--concurrency", type=positive, default=concurrency, help="windows in flight")
     parser.add_argument("--seed", type=int, default=0, help="of the windows, the passages and the bootstrap")
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
 
 
-def refuse_wrong(parser: argparse.ArgumentParser, args: argparse.Namespace, *further: tuple[bool, str]) -> None:
-    """End the command where one of `add_arguments` is wrong, or of `further` ones; name the books that are the default.
+def read_tokens(books: Sequence[str | Path] | None, encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The token ids of each book, or of all of a folder, by its name; without any, of the book of this project.
 
-    Each of the latter is whether it is wrong, and what to say then.
+    Raises:
+        EvaluationError: two have the same name, or one is not readable.
     """
-    args.book = args.book or [BOOK]
-    for wrong, message in (
-        *further,
-        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
-        (args.windows is not None and args.windows < 1, "--windows must be at least 1"),
-        (args.concurrency < 1, "--concurrency must be at least 1"),
-        (len({path.name for path in args.book}) < len(args.book), "--book: two files have the same name"),
-    ):
-        if wrong:
-            parser.error(message)
-
-
-def read_tokens(books: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The token ids of each book, or of all of a folder, by its name."""
     texts: dict[str, str] = {}
-    for path in books:
-        texts |= read_books(path) if path.is_dir() else {path.name.split(".")[0]: read_book(path)}
+    for path in map(Path, books or [BOOK]):
+        found = read_books(path) if path.is_dir() else {path.name.split(".")[0]: book_text(path)}
+        if texts.keys() & found.keys():
+            raise EvaluationError("--book: two files have the same name")
+        texts |= found
     return {name: encode(text) for name, text in texts.items()}
+
+
+def book_text(path: str | Path, option: str = "--book") -> str:
+    """Text of a file that an option names; refused if it cannot be read or has no words."""
+    try:
+        text = read_book(Path(path))
+    except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+        raise EvaluationError(f"{option} {path}: not a readable .txt or .txt.xz file ({error})") from error
+    if not re.search(r"\w", text):
+        raise EvaluationError(f"{option} {path}: the file has no words")
+    return text
 
 
 def make_windows(

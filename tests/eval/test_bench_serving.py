@@ -169,11 +169,11 @@ def test_pictures(commands: list[list[str]], tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--model-path", "m", "--cold-runs", "4"], "--cold-runs must be at least 5, got 4"),
-        (["--model-path", "m", "--batch", "0"], "--batch must be at least 1"),
+        (["--model-path", "m", "--batch", "0"], "--batch: must be at least 1, got 0"),
         (["--model-path", "m", "--contexts", "4m"], "'4m' is no length"),
         (["--model-path", "m", "--server", "fp8"], "must be NAME=ARGS, got 'fp8'"),
-        (["--model-path", "m", "--runs", "0"], "--runs must be at least 1"),
-        (["--model-path", "m", "--batch", ","], "must name something"),
+        (["--model-path", "m", "--runs", "0"], "--runs: must be at least 1, got 0"),
+        (["--model-path", "m", "--batch", ","], "--batch: got none, allowed: one or more"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

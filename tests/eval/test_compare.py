@@ -195,9 +195,9 @@ def test_texts_that_the_server_decodes_dense_are_refused_first(
     ("arguments", "message"),
     [
         ([], "--base-url, or --model-path"),
-        (["--base-url", "u", "--set", "nia"], "--set must be of niah"),
+        (["--base-url", "u", "--set", "nia"], "--set: got nia, allowed: niah"),
         (["--base-url", "u", "--control", "random_pages"], "NAME=URL"),
-        (["--base-url", "u", "--n", "0"], "--n must be at least 1"),
+        (["--base-url", "u", "--n", "0"], "--n: must be at least 1, got 0"),
         (["--model-path", "m", "--sparse-method", "none"], "--sparse-method none needs a --sparse-prefill-method"),
         (["--base-url", "u", "--sparse-prefill-method", "anchor"], "is for the servers that --model-path starts"),
     ],

@@ -261,9 +261,9 @@ def test_what_is_wrong_is_named(folder: Path) -> None:
 
     data, both = ["--data", str(folder)], ["--data", str(folder), "--prompts", str(folder)]
     assert "--tasks gen_passky: allowed are gen_passkey" in message("--tasks", "gen_passky")
-    assert "--depths [101.0]" in message("--depths", "101")
+    assert "--depths: must be a percentage from 0 to 100, got 101" in message("--depths", "101")
     turns = ("--form", "second_turn")
-    assert "--form letter: allowed are chat, second_turn" in message("--form", "letter")
+    assert "--form: invalid choice: 'letter' (choose from" in message("--form", "letter")
     assert "--form second_turn has turns of a chat; allowed without --no-chat" in message(*turns, "--no-chat")
     assert "--tasks passkey are not generated; allowed: gen_ tasks" in message(*turns, *data, "--tasks", "passkey")
     assert "--prompts is missing" in message(*data, "--tasks", "passkey")

@@ -177,8 +177,8 @@ def test_the_letter_is_read_as_the_official_code_does(output: str, letter: str |
         (["--tasks", "qasper"], [ROW, 3], "qasper.jsonl, line 2: wanted a JSON object, got int"),
         (["--tasks", "qasper"], [ROW, {"input": "x"}], "line 2: field 'context' is missing; there are input"),
         (["--tasks", "qasper"], [ROW | {"answers": []}], r"line 1: field 'answers' is \[\], wanted a list of texts"),
-        (["--tasks", "qasper", "--n", "0"], [ROW], "--n 0: allowed is 1 or more"),
-        (["--tasks", "qasper", "--lengths", ""], [ROW], "--lengths: none given"),
+        (["--tasks", "qasper", "--n", "0"], [ROW], "--n: must be at least 1, got 0"),
+        (["--tasks", "qasper", "--lengths", ""], [ROW], "--lengths: got none, allowed: one or more"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, arguments: list[str], rows: list[Any], message: str) -> None:

@@ -107,7 +107,7 @@ def test_greedy_needs_no_seed_and_prompts_may_be_raw(tmp_path: Path) -> None:
         ([{"question": "q", "answer": [3]}], [], r"line 1: field 'answer' is \[3\], wanted a text or a number"),
         ([{"question": " ", "answer": 3}], [], "line 1: field 'question' is ' ', wanted a text or a number"),
         ([{"problem": "q", "solution": "x"}], [], r"line 1: field 'solution' has no \\boxed answer"),
-        ([AIME], ["--samples", "0"], "--samples 0: allowed is 1 or more"),
+        ([AIME], ["--samples", "0"], "--samples: must be at least 1, got 0"),
         ([AIME], ["--samples", "2", "--temperature", "0"], "--samples 2 are all the same with --temperature 0"),
         ([AIME], ["--top-p", "0"], "--top-p 0.0: allowed are"),
     ],

@@ -11,7 +11,7 @@ from suites import LENGTH, WINDOWS, perplexity_rows
 from eval import ppl_prefill
 from eval.live.counters import EvaluationError
 from eval.ppl_prefill import edges, summarise
-from eval.texts.windows import BOOK, SCORED, Window
+from eval.texts.windows import SCORED, Window
 
 
 def facts(**config: int) -> dict[str, Any]:
@@ -110,6 +110,6 @@ def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixt
 def test_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--base-url", "http://127.0.0.1:1", "--out", str(tmp_path / "x.jsonl")]
     args = ppl_prefill.parse(arguments)
-    assert args.book == [BOOK] and args.kind == ["book"] and args.bound == 0.005 and args.windows is None
+    assert args.book is None and args.kind == ["book"] and args.bound == 0.005 and args.windows is None
     assert ppl_prefill.main(arguments) == 1
     assert "eval.ppl_prefill: no server answers" in capsys.readouterr().err and not (tmp_path / "x.jsonl").exists()

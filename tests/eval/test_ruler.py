@@ -178,8 +178,8 @@ def test_cases() -> None:
     [
         (["--tasks", "vt,qa_1"], "--tasks qa_1 needs --squad FILE"),
         (["--tasks", "qa_2", "--hotpot", "/nowhere.json"], "there is no file /nowhere.json"),
-        (["--tasks", "qa"], "--tasks qa: allowed are niah_single_1, .* qa_2"),
-        (["--wording", "plain"], "--wording plain: allowed are lm-eval, nvidia"),
+        (["--tasks", "qa"], "--tasks: got qa, allowed: niah_single_1, .* qa_2"),
+        (["--wording", "plain"], r"--wording: invalid choice: 'plain' \(choose from .*lm-eval.*nvidia"),
         (["--essays", "/nowhere.txt"], "--essays /nowhere.txt: not a readable"),
         (
             ["--tasks", "cwe", "--lengths", "16k,512"],

@@ -35,6 +35,8 @@ def test_folders_are_all_their_books(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("none")
     found = read_tokens([BOOK, tmp_path], lambda text: [len(text)])
     assert list(found) == ["white-fang", "a", "b"] and found["a"] == found["b"] == [3]
+    with pytest.raises(EvaluationError, match="two files have the same name"):
+        read_tokens([BOOK, BOOK], lambda text: [len(text)])
 
 
 def test_windows_do_not_overlap() -> None:

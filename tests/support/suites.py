@@ -1,11 +1,12 @@
 """Suites of questions as their commands make them, with the tiny tokenizer, and rows of ``eval.ppl_prefill``."""
 
 import argparse
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from eval import ppl_prefill
+from eval.live.counters import EvaluationError
 from eval.live.suite import Suite
 from eval.live.tokens import Tokens, tokens
 from eval.texts.text import WORDS_FILE
@@ -17,9 +18,16 @@ LENGTH, BEGINS, WINDOWS = 301, 100, 40
 AnySuite = TypeVar("AnySuite", bound=Suite)
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses as suites do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EvaluationError(message)
+
+
 def suite_of(kind: type[AnySuite], *arguments: str) -> AnySuite:
     """A suite by its own command line; those that every command takes are left out but for ``--seed``."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("--seed", type=int, default=0)
     kind.add_arguments(parser)
     return kind(parser.parse_args(arguments), TOKENS)
