@@ -55,6 +55,7 @@ from eval.serving import first_token, prefix_hits
 from eval.serving.grid import (
     DENSE,
     ROBSA,
+    ROOM,
     grid,
     methods,
     prefix_tokens,
@@ -64,8 +65,7 @@ from eval.serving.grid import (
     summarise,
     unfit,
 )
-from eval.serving.inputs import Inputs
-from eval.serving.measurement import Side, drive, look
+from eval.serving.measurement import Inputs, Side, drive, look
 from eval.texts.lengths import length, short_length
 from launch.server import ServerProcess
 
@@ -132,7 +132,7 @@ class Bench:
         for context, run, side in tqdm(cold, desc="first tokens", disable=not cold):
             work = partial(first_token.measure, args, side, context, run)
             name = f"{first_token.TASK}/{short_length(context)}"
-            self.attempt(side, name, first_token.tokens(context), work)
+            self.attempt(side, name, context + ROOM, work)
 
     def attempt(self, side: Side, name: str, needed: int, work: Callable[[], dict[str, Any] | None]) -> None:
         """Keep what `work` returns, if anything; or say why there is nothing: it does not fit, or it failed."""

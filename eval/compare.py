@@ -31,9 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.live.arms import phases_of
+from eval.live.arms import phases_of, require_controls, require_sparse, servers
 from eval.live.client import FAILURES, LiveServer, command_line, list_of, positive
-from eval.live.compare_servers import require_controls, require_sparse, servers
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, read_rows, summarised
 from eval.scores.tables import comparison_table

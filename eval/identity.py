@@ -30,7 +30,7 @@ from tqdm import tqdm
 from eval.live.client import FAILURES
 from eval.live.counters import EvaluationError, moved, require_dense
 from eval.live.record import Record, read_finished, server_facts
-from eval.scores.divergence import TOP, gap_change, is_same, kl
+from eval.scores.stats import TOP, gap_change, is_same, kl
 from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
 FLOAT8 = "fp8"

@@ -30,10 +30,9 @@ from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.live.tokens import fit
 from eval.tasks import local_data
-from eval.tasks.infinitebench_scores import LETTERS, SCORES, leading_share_after_first
 from eval.tasks.infinitebench_tasks import TASKS
-from eval.tasks.local_data import TEXT, Kind, Rows, entry, fill, placed
-from eval.tasks.local_suite import LocalSuite, LocalTask, ask
+from eval.tasks.local_data import TEXT, Kind, LocalSuite, LocalTask, Rows, ask, entry, fill, placed
+from eval.tasks.official_metrics import LETTERS, SCORES, leading_share_after_first
 from eval.texts.haystacks import chosen
 
 ROOMS = {

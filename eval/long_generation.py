@@ -40,9 +40,9 @@ from eval.live.counters import EvaluationError, density, moved, require_dense, r
 from eval.live.forced import forced_logprobs, forced_request
 from eval.live.record import Record
 from eval.ppl_rectify import require_settings
-from eval.scores.divergence import TOP, TopTokens, kl, same_best
 from eval.scores.long_summary import plot, proven, summarise
 from eval.scores.pictures import rows_of
+from eval.scores.stats import TOP, TopTokens, kl, same_best
 from eval.tasks.long_outputs import KINDS, NOISE, Output, Setting, checkpoints_of, make_outputs, make_settings
 from eval.texts.windows import BOOK, read_tokens
 

@@ -27,8 +27,7 @@ from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.tasks import local_data, official_metrics
-from eval.tasks.local_data import INTEGER, TEXT, TEXTS, Rows, entry, fill, placed
-from eval.tasks.local_suite import LocalSuite, LocalTask
+from eval.tasks.local_data import INTEGER, TEXT, TEXTS, LocalSuite, LocalTask, Rows, entry, fill, placed
 from eval.tasks.official_metrics import qa_f1, qa_f1_zh, retrieval, rouge_l, rouge_l_zh
 from eval.texts.haystacks import chosen
 

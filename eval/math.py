@@ -23,8 +23,7 @@ from eval.live import runner
 from eval.live.client import positive
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
-from eval.tasks.local_data import Rows
-from eval.tasks.local_suite import ask
+from eval.tasks.local_data import Rows, ask
 
 INSTRUCTION = "Think step by step, and put the final answer within \\boxed{}."
 QUESTIONS = ("problem", "question")

@@ -35,7 +35,7 @@ from eval.live.client import list_of, percent, positive
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens, fit
-from eval.scores.heatmap import draw
+from eval.scores.pictures import heatmap
 from eval.texts import haystacks
 from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
@@ -173,8 +173,8 @@ class NeedleSuite(Suite):
         return {"score": right, "contains": contains, "all": float(right == 1)}
 
     def plot(self, rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
-        """A heat map of depth and length for each task, see `eval.scores.heatmap`."""
-        return draw(rows, path_stem)
+        """A heat map of depth and length for each task, see `eval.scores.pictures`."""
+        return heatmap(rows, path_stem)
 
     def _haystack(self) -> ExactHaystack:
         return haystacks.haystack(self.args.haystack, tuple(self.args.book), self.tokens)

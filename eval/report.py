@@ -14,7 +14,8 @@ from pathlib import Path
 from eval import ppl_prefill
 from eval.live.counters import EvaluationError
 from eval.live.record import command_name, read_rows, result_files
-from eval.scores import heatmap, long_summary, ppl_summary
+from eval.scores import long_summary, ppl_summary
+from eval.scores.pictures import heatmap
 from eval.scores.tables import comparison_table, drift, questions, rectification
 from eval.scores.verdicts import read_folder
 from eval.serving import report as serving
@@ -26,7 +27,7 @@ Pictures = Mapping[str, Callable[[Path, Path], object]]
 def _needles(path: Path, stem: Path) -> None:
     items = [row for row in read_rows(path) if row["kind"] == "item" and not row.get("failed")]
     for arm in dict.fromkeys(row["arm"] for row in items):
-        heatmap.draw([row for row in items if row["arm"] == arm], f"{stem}-{arm}")
+        heatmap([row for row in items if row["arm"] == arm], f"{stem}-{arm}")
 
 
 # By the name of the command that wrote the file; others have the table of a suite of questions, and no picture.

@@ -43,7 +43,7 @@ from eval.live.client import FAILURES, LiveServer, Stream, generate, request_of,
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.record import Record, command_name, git_revision, read_finished
 from eval.live.tokens import random_prompts
-from eval.serving.tpot import decode_figures
+from eval.serving.measurement import decode_figures
 
 # What the header keeps of the command line.
 HEADER = ("shape", "batch", "context", "tokens", "rounds", "interval", "short", "active_ratio", "seed", "label")

@@ -36,7 +36,7 @@ from eval.lab.servers.server_facts import machine_of
 from eval.live.client import FAILURES, LiveServer, generate, stream
 from eval.live.counters import EvaluationError, density
 from eval.live.record import Record
-from eval.serving.tpot import decode_figures
+from eval.serving.measurement import decode_figures
 
 # Steps traced beyond those that count: the first ones may wait for the profiler, and the last one has no end.
 SPARE_STEPS = 4

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from eval.live.client import request_of, stream
 from eval.live.counters import EvaluationError, moved, sparsity, sum_of
 from eval.live.tokens import random_prompts
-from eval.serving.grid import DENSE, ROOM, Cell, least_ratio
+from eval.serving.grid import Cell, beside_dense, least_ratio, spread
 from eval.serving.measurement import Side, require_sparse_prefill
 from eval.texts.lengths import short_length
 
@@ -28,21 +27,11 @@ SERVED = ("attention_backend", "page_size", "prefill_graphs")
 Row = Mapping[str, Any]
 
 
-def tokens(context: int) -> int:
-    """Tokens of KV that a prompt and its answer take."""
-    return context + ROOM
-
-
-def flush(side: Side) -> None:
-    """Empty the server's prefix cache."""
-    answer = side.server.ask(lambda http: http.post("/flush_cache"))
-    if answer.is_error:
-        raise EvaluationError(f"the {side.name} server did not flush its cache: {answer.status_code} {answer.text}")
-
-
 def cold(side: Side, request: dict[str, Any]) -> float:
-    """Seconds until the first token of a prompt; refuses one of which anything was cached."""
-    flush(side)
+    """Seconds until the first token of a prompt after a flush; refuses one of which anything was cached."""
+    flushed = side.server.ask(lambda http: http.post("/flush_cache"))
+    if flushed.is_error:
+        raise EvaluationError(f"the {side.name} server did not flush its cache: {flushed.status_code} {flushed.text}")
     (answer,) = side.server.each(stream, [request])
     if answer.cached_tokens:
         raise EvaluationError(f"{answer.cached_tokens} tokens of a prompt were cached although the cache was flushed")
@@ -84,29 +73,19 @@ def summarise(items: Sequence[Row], carried: Sequence[str] = ()) -> list[dict[st
         time to the first token (``ttft``, seconds), ``ttft_ratio`` of the medians, dense over sparse; of a sparse one
         what its attention was, ``sparsity`` being that of all runs together.
     """
-    runs: dict[tuple[str, int], list[Row]] = {}
-    for item in items:
-        runs.setdefault((item["arm"], item["context"]), []).append(item)
     found = []
-    for (arm, context), mine in runs.items():
-        theirs = runs.get((DENSE, context), [])
-        if arm == DENSE or min(len(mine), len(theirs)) < LEAST_RUNS:
+    for (arm, context), mine, theirs in beside_dense(items, "context"):
+        if min(len(mine), len(theirs)) < LEAST_RUNS:
             continue
-        own, dense = ([row["ttft"] for row in rows] for rows in (mine, theirs))
         row: dict[str, Any] = {"id": f"{arm}/{TASK}/{short_length(context)}", "task": TASK, "arm": arm}
         row |= {"context": context, "runs": len(mine), "dense_runs": len(theirs)}
-        row |= {"ttft": median(own), "ttft_range": (min(own), max(own))}
-        row |= {"dense_ttft": median(dense), "dense_ttft_range": (min(dense), max(dense))}
+        row |= spread("ttft", [run["ttft"] for run in mine]) | spread("dense_ttft", [run["ttft"] for run in theirs])
         row |= {"ttft_ratio": row["dense_ttft"] / row["ttft"]}
         row |= {f"dense_{name}": theirs[0][name] for name in SERVED}
-        row |= {name: mine[0][name] for name in carried} | _pairs(mine)
-        found.append(row)
+        counts = sum_of(run["counters"] for run in mine if "counters" in run)
+        row |= {name: mine[0][name] for name in carried} | {"sparsity": sparsity(counts)}
+        found.append(row | {"sparse_tokens": counts.get("prefill_sparse_tokens")})
     return found
-
-
-def _pairs(runs: Sequence[Row]) -> dict[str, Any]:
-    counts = sum_of(row["counters"] for row in runs if "counters" in row)
-    return {"sparsity": sparsity(counts), "sparse_tokens": counts.get("prefill_sparse_tokens")}
 
 
 def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:

@@ -139,6 +139,22 @@ def streams(result: Row) -> list[Stream]:
     return found
 
 
+def beside_dense(items: Sequence[Row], *place: str) -> Iterator[tuple[tuple[Any, ...], list[Row], list[Row]]]:
+    """Of each server but the dense one, and each `place`: its name and the place, its runs, and the dense server's."""
+    runs: dict[tuple[Any, ...], list[Row]] = {}
+    for item in items:
+        runs.setdefault((item["arm"], *(item[name] for name in place)), []).append(item)
+    for key, mine in runs.items():
+        theirs = runs.get((DENSE, *key[1:]))
+        if key[0] != DENSE and theirs:
+            yield key, mine, theirs
+
+
+def spread(name: str, times: Sequence[float]) -> dict[str, Any]:
+    """The median of times as `name`, and their range."""
+    return {name: median(times), f"{name}_range": (min(times), max(times))}
+
+
 def summarise(items: Sequence[Row], carried: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Compare every server with the dense one, cell by cell.
 
@@ -154,14 +170,8 @@ def summarise(items: Sequence[Row], carried: Sequence[str] = ()) -> list[dict[st
         all others are medians, ``decode_tpot_range`` is their range. ``decode_tpot_ratio_interval`` is a paired
         bootstrap 95 % interval of the ratio of the medians, None where the servers did not take turns or too rarely.
     """
-    runs: dict[tuple[str, int, int], list[Row]] = {}
-    for item in items:
-        runs.setdefault((item["arm"], item["context"], item["batch"]), []).append(item)
     summary = []
-    for (arm, context, batch), mine in runs.items():
-        theirs = runs.get((DENSE, context, batch))
-        if arm == DENSE or theirs is None:
-            continue
+    for (arm, context, batch), mine, theirs in beside_dense(items, "context", "batch"):
         own, dense = _figures(mine), _figures(theirs)
         row: dict[str, Any] = {"id": f"{arm}/{Cell(context, batch).name}", "task": "serving", "arm": arm}
         row |= {"context": context, "batch": batch, "runs": len(mine)}
@@ -176,8 +186,8 @@ def summarise(items: Sequence[Row], carried: Sequence[str] = ()) -> list[dict[st
             row[f"{name}_ratio"] = better[0][name] / better[1][name] if better[1][name] else None
         pairs = [(old["decode_tpot"], new["decode_tpot"]) for old, new in zip(theirs, mine, strict=False)]
         in_turn = len(pairs) >= LEAST_PAIRS and all(run.get("in_turn") for run in (*mine, *theirs))
-        spread = median_ratio_interval(*zip(*pairs, strict=True), seed=0) if in_turn else None
-        row["decode_tpot_ratio_interval"] = spread
+        found = median_ratio_interval(*zip(*pairs, strict=True), seed=0) if in_turn else None
+        row["decode_tpot_ratio_interval"] = found
         summary.append(row)
     return summary
 

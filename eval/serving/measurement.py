@@ -1,24 +1,97 @@
-"""One measurement of ``eval.bench_serving`` on one server: a batch by SGLang's client."""
+"""One measurement of ``eval.bench_serving`` on one server: what it attends with, and a batch by SGLang's client."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from eval.live.arms import MAX_DENSE_ROWS
-from eval.live.client import LiveServer
+from eval.live.client import Chunk, LiveServer, Stream
 from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
 from eval.serving.grid import SERVED, Cell, dense_by_limits, grid, streams
-from eval.serving.inputs import Inputs
-from eval.serving.tpot import decode_figures
 from eval.tasks.judge_commands import Target, reach, run_judge, serving_command
 from eval.tasks.judge_rows import serving_rows
 
-Config = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+class Inputs:
+    """What the servers attend with: here the queries, keys and values of a checkpoint.
+
+    A subclass gives a benchmark other inputs, and says what a sparse method's selection is worth over them.
+
+    Attributes:
+        command: name of the command that has these inputs.
+        cell_fields: names of `of_cell`.
+        prompt_fields: names of `of_prompt`.
+        decode_alone: whether nothing that prefill is part of has a figure.
+    """
+
+    command = "eval.bench_serving"
+    cell_fields: tuple[str, ...] = ()
+    prompt_fields: tuple[str, ...] = ()
+    decode_alone = False
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """The arguments that say which model it is, and what it attends with."""
+        parser.add_argument("--model-path", required=True, help="a checkpoint")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        """End the command where these arguments do not fit together."""
+
+    def require(self) -> None:
+        """Refuse, before a server starts, what would be found minutes later."""
+
+    def header(self) -> dict[str, Any]:
+        """What the file's header says of the arguments instead of what was typed."""
+        return {}
+
+    def model(self, scratch: Path) -> Path:
+        """The model's folder."""
+        return Path(self.args.model_path)
+
+    def flags(self) -> list[str]:
+        """What every server is started with."""
+        return []
+
+    def environment(self) -> dict[str, str]:
+        """Variables that the servers are started with."""
+        return {}
+
+    def made(self, states: Sequence[Row]) -> Row | None:
+        """What a server says of its inputs, from ``internal_states`` of its `/server_info`; None of a checkpoint's."""
+        return None
+
+    def require_interval(self, interval: int) -> None:
+        """Refuse a server that rectifies every so many tokens, where these inputs allow none."""
+
+    def of_cell(self, cell: Cell, config: Row, made: Row | None, facts: Row) -> dict[str, Any]:
+        """What the decode method's selection is worth in a batch."""
+        return {}
+
+    def of_prompt(self, context: int, config: Row, made: Row | None) -> dict[str, Any]:
+        """What the prefill method's selection is worth in a prompt."""
+        return {}
+
+    def asked(self, quality: Row) -> dict[str, Any]:
+        """The ``custom_params`` of a prompt with this `of_prompt`."""
+        return {}
+
+    def judge(self, row: Row) -> None:
+        """Refuse a row whose sparsity is not the one that its inputs were made for."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +114,11 @@ class Side:
     url: str
     server: LiveServer
     target: Target
-    facts: Config
+    facts: Row
     inputs: Inputs
-    made: Config | None = None
-    config: Config = field(default_factory=dict)
-    prefill_config: Config | None = None
+    made: Row | None = None
+    config: Row = field(default_factory=dict)
+    prefill_config: Row | None = None
 
     @property
     def counted(self) -> bool:
@@ -73,7 +146,7 @@ def look(inputs: Inputs, name: str, url: str, server: LiveServer, expect: str) -
     return side
 
 
-def _captured(phase: Config | None) -> bool:
+def _captured(phase: Row | None) -> bool:
     return (phase or {}).get("backend", "disabled") != "disabled"
 
 
@@ -125,7 +198,7 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, interval: 
     return row
 
 
-def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Config) -> None:
+def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Row) -> None:
     """Refuse counts of a prefill method that did nothing although the prompts are longer than where it begins."""
     begins = prefill["config"]["crossover_tokens"]
     if not counts["prefill_sparse_tokens"] and cell.context > begins:
@@ -134,7 +207,7 @@ def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Config) 
         )
 
 
-def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> None:
+def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Row) -> None:
     """Refuse counts that do not show sparse decode, unless the server's limits make such a batch dense."""
     if dense_by_limits(cell, config):
         return
@@ -148,7 +221,7 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> N
         )
 
 
-def decode_sparsity(config: Config, counts: Mapping[str, int]) -> dict[str, Any]:
+def decode_sparsity(config: Row, counts: Mapping[str, int]) -> dict[str, Any]:
     """What RoBSA left out in the layers that ran sparse; nothing of another method, or where none did.
 
     Returns:
@@ -158,3 +231,61 @@ def decode_sparsity(config: Config, counts: Mapping[str, int]) -> dict[str, Any]
         return {}
     shares = counts["pages_attended"] / counts["pages_held"]
     return {"active_blocks": counts["pages_attended"] / counts["sparse_layer_rows"], "sparsity": 1 - shares}
+
+
+def shared_window(streams: Sequence[Stream]) -> tuple[float, float]:
+    """When all requests decode: from the last first chunk to the first last one; refused where it is empty."""
+    begin = max(s.chunks[0].seconds for s in streams)
+    end = min(s.chunks[-1].seconds for s in streams)
+    if end <= begin:
+        raise EvaluationError("a request ended before another had its first token: the server does not run the batch")
+    return begin, end
+
+
+def whole_periods(chunks: Sequence[Chunk], period: int) -> Sequence[Chunk]:
+    """The chunks up to the last one that is a multiple of `period` tokens after the first; empty if there is none."""
+    ends = [i for i, chunk in enumerate(chunks) if i and (chunk.tokens - chunks[0].tokens) % period == 0]
+    return chunks[: ends[-1] + 1] if ends else []
+
+
+def decode_figures(streams: Sequence[Stream], period: int = 1) -> dict[str, Any]:
+    """Times of a batch, in seconds.
+
+    Args:
+        streams: the answers.
+        period: count a multiple of so many tokens, so that no part of an interval between rectifications weighs more.
+
+    Returns:
+        Per request: ``ttft``, time to the first token; ``tpot``, mean time per token within the shared window;
+        ``tokens`` counted for it. Of the batch: ``tpot_mean``; ``itl_p50`` and ``itl_p99`` of the gaps between tokens,
+        a chunk's gap divided evenly among its tokens; ``itl_max``, the longest wait for a chunk; ``merged``, the share
+        of chunks with more than one token.
+
+    Raises:
+        EvaluationError: the window is empty, or holds less than half of a request's tokens.
+    """
+    begin, end = shared_window(streams)
+    tpots, counts, gaps, waits, sizes = [], [], [], [], []
+    for s in streams:
+        inside = whole_periods([chunk for chunk in s.chunks if begin <= chunk.seconds <= end], period)
+        tokens = inside[-1].tokens - inside[0].tokens if inside else 0
+        total = s.chunks[-1].tokens
+        if not tokens or 2 * tokens < total - 1:
+            raise EvaluationError(f"only {tokens} of {total} tokens came while all requests of the batch decoded")
+        tpots.append((inside[-1].seconds - inside[0].seconds) / tokens)
+        counts.append(tokens)
+        for before, after in pairwise(inside):
+            waits.append(after.seconds - before.seconds)
+            sizes.append(after.tokens - before.tokens)
+            gaps += [waits[-1] / sizes[-1]] * sizes[-1]
+    p50, p99 = np.percentile(gaps, [50, 99]).tolist()
+    return {
+        "ttft": [s.chunks[0].seconds - s.sent for s in streams],
+        "tpot": tpots,
+        "tokens": counts,
+        "tpot_mean": fmean(tpots),
+        "itl_p50": p50,
+        "itl_p99": p99,
+        "itl_max": max(waits),
+        "merged": fmean(size > 1 for size in sizes),
+    }

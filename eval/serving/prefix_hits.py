@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from eval.live.client import generate, request_of, stream
 from eval.live.counters import EvaluationError
 from eval.live.tokens import random_prompts
 from eval.scores.stats import median_ratio_interval
-from eval.serving.grid import DENSE, UNCOUNTED_HITS
+from eval.serving.grid import UNCOUNTED_HITS, beside_dense, spread
 from eval.serving.measurement import Side
 
 TASK = "prefix_hit"
@@ -73,18 +72,13 @@ def summarise(items: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
         medians, and its paired bootstrap 95 % interval, None where the servers did not take turns or there is only one
         pair; ``recomputed`` is how many pages were summarised beyond those of the tokens that were not cached.
     """
-    by_arm = {row["arm"]: row for row in items}
-    dense = by_arm.get(DENSE)
     found = []
-    for arm, item in by_arm.items():
-        if arm == DENSE or dense is None:
-            continue
+    for (arm,), (item, *_), (dense, *_) in beside_dense(items):
         mine, theirs = item["ttft"], dense["ttft"]
         paired = item["in_turn"] and len(mine) > 1
         row: dict[str, Any] = {"id": f"{arm}/{TASK}"}
         row |= {name: item.get(name) for name in ("task", "arm", "context", "hits", "pages_summarised", "recomputed")}
-        row |= {"ttft": median(mine), "ttft_range": (min(mine), max(mine)), "ttfts": mine}
-        row |= {"dense_ttft": median(theirs), "dense_ttft_range": (min(theirs), max(theirs)), "dense_ttfts": theirs}
+        row |= spread("ttft", mine) | {"ttfts": mine} | spread("dense_ttft", theirs) | {"dense_ttfts": theirs}
         row["ttft_over_dense"] = row["ttft"] / row["dense_ttft"]
         row["ttft_over_dense_interval"] = median_ratio_interval(mine, theirs, seed) if paired else None
         found.append(row)

@@ -11,7 +11,7 @@ import pytest
 from openai_stub import Server
 
 from eval import compare
-from eval.live import compare_servers
+from eval.live import arms
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
 from eval.scores.stats import paired_interval
@@ -271,7 +271,7 @@ def test_servers_are_started_with_their_methods_and_confirm_them(
             super().__init__(self)
             started[log_path.stem], self.url = [model, *flags], runs[log_path.stem].url
 
-    monkeypatch.setattr(compare_servers, "ServerProcess", Process)
+    monkeypatch.setattr(arms, "ServerProcess", Process)
     arguments = ["--model-path", "m", "--server-args=--tp 2", "--out", str(tmp_path), "--set", "niah"]
     arguments += ["--lengths", "16k", "--sparse-prefill-method", "anchor", "--sparse-prefill-config", "a.json"]
     assert compare.main([*arguments, "--sparse-method", "none"]) == 0

@@ -14,8 +14,8 @@ from suites import TOKENS, suite_of
 from eval.infinitebench import InfiniteBenchSuite
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
-from eval.tasks.infinitebench_scores import SCORES, leading_share_after_first
 from eval.tasks.infinitebench_tasks import CALLS, RANKS, TASKS, expression, ranked
+from eval.tasks.official_metrics import SCORES, leading_share_after_first
 
 ROW = {"id": 0, "context": "CONTEXT", "input": "INPUT", "answer": ["b"], "options": ["a", "b", "c", "d"]}
 CODE_RUN = "Please give me the exact number of the return value of func_12(-4). Your response"

@@ -17,8 +17,8 @@ from eval import long_generation
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import Record, read_rows
 from eval.long_generation import Run, distributions, divergences, require_forcing
-from eval.scores.divergence import kl
 from eval.scores.long_summary import plot, proven, summarise
+from eval.scores.stats import kl
 from eval.tasks.long_outputs import NOISE, Checkpoint, Output, Setting, checkpoints_of, make_outputs, make_settings
 
 BEST = [[math.log(0.6), 1, None], [math.log(0.3), 2, None], [math.log(0.1), 3, None]]

@@ -14,7 +14,7 @@ from suites import TOKENS, suite_of
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.niah import TASKS, NeedleSuite
-from eval.scores import heatmap
+from eval.scores.pictures import heatmap
 from eval.texts import haystacks
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z-]+) is: (\d{7})\.")
@@ -179,7 +179,7 @@ def test_heat_map(tmp_path: Path) -> None:
         {"task": case.task, "length": case.length, "depth": case.depth, "scores": {"score": float(case.index)}}
         for case in cases[:-2]
     ]
-    paths = heatmap.draw(rows, str(tmp_path / "map"))
+    paths = heatmap(rows, str(tmp_path / "map"))
     assert [Path(path).suffix for path in paths] == [".svg"]
     assert all(Path(path).stat().st_size > 1000 for path in paths)
-    assert heatmap.draw([], str(tmp_path / "none")) == []
+    assert heatmap([], str(tmp_path / "none")) == []

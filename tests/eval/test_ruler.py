@@ -15,8 +15,7 @@ from ruler_prompts import NEEDLE, TOKENS, coded, make, text_of
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.ruler import ANSWER_TOKENS, READERS, WITHOUT_FILES
-from eval.tasks.ruler_needles import NEEDLE_TASKS, among
-from eval.tasks.ruler_words import words_of
+from eval.tasks.ruler_needles import NEEDLE_TASKS, among, words_of
 from eval.texts.text import NOISE
 
 

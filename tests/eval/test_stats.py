@@ -7,14 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.scores.divergence import gap_change, kl, same_best
 from eval.scores.stats import (
     compare,
+    gap_change,
     interval,
+    kl,
     mean_interval,
     median_ratio_interval,
     paired_interval,
     resamples,
+    same_best,
     standard_error,
     verdict,
 )

@@ -12,7 +12,7 @@ from eval.lab.servers.decode_peers import Peer, bound_ratio, summarise
 from eval.lab.servers.server_facts import allocated
 from eval.live.client import Chunk, Stream, parse_stream
 from eval.live.counters import EvaluationError
-from eval.serving.tpot import decode_figures, shared_window, whole_periods
+from eval.serving.measurement import decode_figures, shared_window, whole_periods
 
 FACTS = {"max_total_num_tokens": 10_000, "page_size": 16, "disable_radix_cache": False}
 

@@ -11,7 +11,7 @@ from eval.lab.servers import latency_limit
 from eval.lab.servers.latency_limit import curves, limit_of
 from eval.lab.tables import crossover
 from eval.live.counters import EvaluationError
-from eval.serving.latency import Point
+from eval.serving.report import Point
 
 K = 1024
 CONFIG = {"page_size": 16, "active_ratio": 0.1, "min_pages": 16, "summary_dtype": "auto", "rectify_interval": 32}

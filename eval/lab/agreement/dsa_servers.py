@@ -22,7 +22,7 @@ from eval.live.client import LiveServer, generate
 from eval.live.counters import EvaluationError, moved, require_sparse
 from eval.live.forced import forced_logprobs, forced_request
 from eval.live.record import Record, read_rows
-from eval.scores.divergence import TopTokens, kl, same_best
+from eval.scores.stats import TopTokens, kl, same_best
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parents[3]

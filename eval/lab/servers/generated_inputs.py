@@ -25,7 +25,7 @@ from eval.lab.structured.prefill import ATTEND, SKIP, read_given
 from eval.live.counters import EvaluationError
 from eval.serving.first_token import TASK
 from eval.serving.grid import ROBSA, Cell, dense_by_limits
-from eval.serving.inputs import Inputs, Row
+from eval.serving.measurement import Inputs, Row
 
 ROOT = Path(__file__).parents[3]
 SERVER = ROOT / "eval" / "lab" / "structured" / "server"

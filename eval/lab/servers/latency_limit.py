@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 from eval.lab.kernels.harness import CEILINGS
 from eval.lab.servers.model_shapes import SHAPES
-from eval.serving import latency, report
+from eval.serving import report
 from eval.serving.grid import DENSE
-from eval.serving.latency import LIMIT, SPARSE, Lines, Point
+from eval.serving.report import LIMIT, SPARSE, Lines, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,8 +137,8 @@ def _itemsize(facts: Row) -> int | None:
 
 
 def curves(rows: Sequence[Row]) -> dict[int, Lines]:
-    """Those of `eval.serving.latency.curves`, and "limit" where it is known."""
-    found = latency.curves(rows)
+    """Those of `eval.serving.report.curves`, and "limit" where it is known."""
+    found = report.curves(rows)
     limit = limit_of(rows)
     rest = limit.rest({batch: lines[DENSE] for batch, lines in found.items()}) if limit else None
     if limit and rest is not None:
@@ -181,10 +181,10 @@ def panel(axes: Axes, cells: Sequence[Row], colours: Mapping[str, str]) -> None:
 
 
 def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """See `eval.serving.latency.plot`."""
-    return latency.plot(rows, stem, curves(rows), cells_with_blocks(rows), panel)
+    """See `eval.serving.report.plot_times`."""
+    return report.plot_times(rows, stem, curves(rows), cells_with_blocks(rows), panel)
 
 
-def draw(path: Path, stem: Path) -> list[Path]:
+def draw(path: Path, stem: Path) -> None:
     """See `eval.serving.report.draw`."""
-    return report.draw(path, stem, plot)
+    report.draw(path, stem, plot)

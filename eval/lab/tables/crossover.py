@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from eval.live.counters import EvaluationError
 from eval.scores.pictures import save
 from eval.scores.tables import Column, number, table, text
-from eval.serving.latency import tokens_axis
+from eval.serving.report import tokens_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from typing import Any
 
 from eval.lab.tables.weights import weights
 from eval.live.record import read_finished
-from eval.scores.divergence import is_same
+from eval.scores.stats import is_same
 from eval.scores.tables import Column, number, table, text
 
 Found = Mapping[str, Any]
