@@ -13,7 +13,7 @@ the batch decode, in whole intervals between rectifications. The client's own ``
 a batch they hold the time for which the first request waits until the others are prefilled. Seconds everywhere.
 
 Two measures have rows of their own. ``prefix_hit``: the time to the first token of ``--hits`` prompts whose first
-``--prefix`` tokens are cached, sent one at a time (`eval.serving.prefix_hits`); and the pages that the sparse server
+``--prefix`` tokens are cached, sent one at a time (`eval.serving.first_token`); and the pages that the sparse server
 summarised beyond what was not cached, which must be none. With ``--both`` the servers take turns prompt by prompt, and
 the ratio of the medians has a paired bootstrap 95 % interval. ``short_contexts``: the least ratio at contexts up to 8k,
 most of which run dense by the server's choice.
@@ -51,7 +51,7 @@ from eval.live.client import FAILURES, LiveServer, command_line, list_of, positi
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, this_machine
 from eval.live.runner import arguments_of
-from eval.serving import first_token, prefix_hits
+from eval.serving import first_token
 from eval.serving.grid import (
     DENSE,
     ROBSA,
@@ -86,6 +86,7 @@ class Bench:
 
     def __init__(self, inputs: Inputs, record: Record, scratch: Path) -> None:
         self.inputs, self.args, self.record, self.scratch = inputs, inputs.args, record, scratch
+        self.folder, self.flags, self.environment = inputs.serve(scratch)
         self.items: list[dict[str, Any]] = []
         self.summary: list[dict[str, Any]] = []
         self.left_out: set[tuple[str, str]] = set()
@@ -94,11 +95,11 @@ class Bench:
         # Tokens between rectifications; 0 for never.
         self.interval = 0
 
-    def start(self, stack: contextlib.ExitStack, folder: Path, name: str, flags: Sequence[str]) -> Side:
+    def start(self, stack: contextlib.ExitStack, name: str, flags: Sequence[str]) -> Side:
         """Start a server that ends with `stack`, and refuse it where its answers would be too short."""
         args = self.args
         log = args.out.with_suffix(f".{short_length(self.chunk)}.{name}.log" if self.chunk else f".{name}.log")
-        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=self.inputs.environment())
+        process = ServerProcess(self.folder, *flags, log_path=log, timeout=args.start_timeout, env=self.environment)
         try:
             stack.enter_context(process)
         except (RuntimeError, TimeoutError) as error:
@@ -123,10 +124,10 @@ class Bench:
         for cell, run, side in tqdm(plan, desc=" and ".join(side.name for side in sides), disable=not plan):
             work = partial(drive, args, side, cell, run, self.interval, self.scratch)
             self.attempt(side, cell.name, cell.tokens(args.output_length), work)
-        hits = [(side, prefix_hits.measure(args, side)) for side in sides] if args.prefix else []
-        for _ in tqdm(range(prefix_hits.steps(args)), desc="prefix hits", disable=not hits):
+        hits = [(side, first_token.hits(args, side)) for side in sides] if args.prefix else []
+        for _ in tqdm(range(first_token.hit_steps(args)), desc="prefix hits", disable=not hits):
             for side, hit in hits:
-                self.attempt(side, prefix_hits.TASK, prefix_tokens(args), partial(next, hit))
+                self.attempt(side, first_token.HIT, prefix_tokens(args), partial(next, hit))
         contexts = args.contexts if args.sparse_prefill_method else []
         cold = [(context, run, side) for context in contexts for run in range(args.cold_runs) for side in sides]
         for context, run, side in tqdm(cold, desc="first tokens", disable=not cold):
@@ -164,7 +165,7 @@ class Bench:
         tasks = {row["task"]: [other for other in self.items if other["task"] == row["task"]] for row in self.items}
         cells = summarise(tasks.get("serving", []), self.inputs.cell_fields)
         cold = first_token.summarise(tasks.get(first_token.TASK, []), self.inputs.prompt_fields)
-        rows = [*cells, *short_contexts(cells), *prefix_hits.summarise(tasks.get(prefix_hits.TASK, []))]
+        rows = [*cells, *short_contexts(cells), *first_token.summarise_hits(tasks.get(first_token.HIT, []))]
         rows += [*cold, *first_token.below_crossover(cold)]
         if self.inputs.decode_alone:
             rows = [{name: value for name, value in row.items() if not OF_PREFILL.search(name)} for row in rows]
@@ -174,11 +175,7 @@ class Bench:
 
 
 def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
-    """Start the servers, measure and write the file.
-
-    Returns:
-        The summary, and whether a cell failed.
-    """
+    """Start the servers, measure and write the file; returns the summary, and whether a cell failed."""
     args = inputs.args
     inputs.require()
     # The sparse one first: it knows how long the answers must be.
@@ -190,13 +187,12 @@ def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
         tempfile.TemporaryDirectory() as name,
         Record(args.out, inputs.command, args.revision, **header) as record,
     ):
-        folder = inputs.model(Path(name))
         bench = Bench(inputs, record, Path(name))
         for bench.chunk in args.chunked_prefill_size or [None]:
-            shared = [*server_flags(args, bench.chunk), *inputs.flags(), *shlex.split(args.server_args)]
+            shared = [*server_flags(args, bench.chunk), *bench.flags, *shlex.split(args.server_args)]
             for group in [list(own)] if args.both else [[server] for server in own]:
                 with contextlib.ExitStack() as stack:
-                    bench.measure([bench.start(stack, folder, server, [*shared, *own[server]]) for server in group])
+                    bench.measure([bench.start(stack, server, [*shared, *own[server]]) for server in group])
             bench.judge()
         if not bench.summary:
             raise EvaluationError("nothing was measured on both servers")

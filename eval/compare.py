@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.live.arms import phases_of, require_controls, require_sparse, servers
+from eval.live.arms import phases_of, require_controls, require_sparse_lengths, servers
 from eval.live.client import FAILURES, LiveServer, command_line, list_of, positive
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, read_rows, summarised
@@ -41,6 +41,7 @@ from eval.serving.grid import NO_METHOD
 from eval.texts.lengths import length
 from eval.texts.windows import read_tokens
 
+NEEDLES = "single,multikey,multivalue,multiquery"
 DEPTHS = 5
 # The exit status of a part, and of this command, that was stopped from the keyboard.
 INTERRUPTED = 130
@@ -113,14 +114,7 @@ def _lengths(args: argparse.Namespace, n: int) -> list[object]:
 
 
 PARTS: dict[str, Part] = {
-    "niah": Part(
-        "eval.niah",
-        lambda a, _: [
-            *_lengths(a, -(-a.n // DEPTHS)),
-            *_books(a),
-            *("--tasks", "single,multikey,multivalue,multiquery"),
-        ],
-    ),
+    "niah": Part("eval.niah", lambda a, _: [*_lengths(a, -(-a.n // DEPTHS)), *_books(a), "--tasks", NEEDLES]),
     "ruler": Part("eval.ruler", lambda a, _: [*_lengths(a, a.n), *_books(a)]),
     "infinitebench": Part("eval.infinitebench", lambda a, _: _lengths(a, -(-a.n // DEPTHS))),
     "long_generation": Part("eval.long_generation", _drift, suite=False),
@@ -198,18 +192,14 @@ def choose(wanted: Sequence[str] | None, decode: str | None, prefill: str | None
 
 
 def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run the set and judge.
-
-    Returns:
-        The table, see `eval.scores.verdicts.read_folder`, and the parts that failed.
-    """
+    """Run the set and judge: the table of `eval.scores.verdicts.read_folder`, and the parts that failed."""
     failed = []
     with servers(args) as (base, dense):
         with LiveServer(base) as server:
             facts, state = server.facts(), server.sparse_state()
             args.set = choose(args.set, *phases_of(facts))
             config = state["config"] or {}
-            require_sparse(state, args.lengths, args.text_length)
+            require_sparse_lengths(state, args.lengths, args.text_length)
             forcing = any(not PARTS[name].suite for name in args.set)
             args.texts = count_texts(server, args.book, args.text_length) if forcing else 0
         controls = require_controls(args.control, facts, args.strict)

@@ -24,12 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
-from tqdm import tqdm
-
-from eval.live.client import FAILURES
+from eval.live.client import FAILURES, LiveServer, generate
 from eval.live.counters import EvaluationError, moved, require_dense
-from eval.live.record import Record, read_finished, server_facts
+from eval.live.record import Record, read_finished
 from eval.scores.stats import TOP, gap_change, is_same, kl
 from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
@@ -42,30 +39,19 @@ def make_prompts(count: int, seed: int) -> list[str]:
     """Needle questions about stretches of the shipped book, the lengths of ``LENGTHS`` in turn (rough tokens)."""
     rng = random.Random(seed)
     (book,) = read_books(Path(__file__).parent / "data").values()
-    haystack = Haystack(book)
-    form = FORMS["needle"]
-    prompts = []
+    haystack, form, prompts = Haystack(book), FORMS["needle"], []
     for i in range(count):
-        key = random_key(rng)
-        text = hide(
-            haystack.draw(rng, LENGTHS[i % len(LENGTHS)]),
-            [form.record(key, value=random_number(rng))],
-            [rng.random()],
-        )
+        key, drawn = random_key(rng), haystack.draw(rng, LENGTHS[i % len(LENGTHS)])
+        text = hide(drawn, [form.record(key, value=random_number(rng))], [rng.random()])
         prompts.append(prompt_text(form, text, form.question(key)))
     return prompts
 
 
-def generate(client: httpx.Client, text: str, tokens: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
+def request_of(text: str, tokens: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
     """Greedy decode with the ``TOP`` best log-probabilities of every output position; `params` are custom ones."""
     sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    request = {
-        "text": text,
-        "sampling_params": sampling | ({"custom_params": params} if params else {}),
-        "return_logprob": True,
-        "top_logprobs_num": TOP,
-    }
-    return client.post("/generate", json=request).raise_for_status().json()
+    sampling |= {"custom_params": params} if params else {}
+    return {"text": text, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": TOP}
 
 
 def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
@@ -103,26 +89,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     noise = noise_of(args.noise_from) if args.noise_from else 0.0
     with contextlib.ExitStack() as stack:
         urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
-        clients = [stack.enter_context(httpx.Client(base_url=u, timeout=600, trust_env=False)) for u in urls]
-        sparse, dense, other = clients
-        facts = dict(zip(("sparse", "dense", "noise"), map(server_facts, clients), strict=True))
+        sparse, dense, other = servers = [stack.enter_context(LiveServer(url)) for url in urls]
+        facts = dict(zip(("sparse", "dense", "noise"), [server.facts() for server in servers], strict=True))
         before = facts["sparse"]["sparse"]
         if before is None:
             raise EvaluationError(f"{args.base_url} does not run a sparse method")
         params = args.compare_custom_params
         given = {"compare_custom_params": params}
         record = stack.enter_context(Record(args.out, "eval.identity", args.revision, servers=facts, arguments=given))
-        texts, rows = make_prompts(args.prompts, args.seed), []
-        dense_answers = [generate(dense, text, args.tokens, params) for text in tqdm(texts, "dense")]
+        texts = make_prompts(args.prompts, args.seed)
+        plain = [request_of(text, args.tokens) for text in texts]
+        answers = dense.each(generate, [request_of(text, args.tokens, params) for text in texts], "dense")
         if args.noise_url:
-            others = (generate(other, text, args.tokens) for text in tqdm(texts, "noise"))
-            noise = max(compare(*answers)["gap_change"] for answers in zip(dense_answers, others, strict=True))
+            others = other.each(generate, plain, "noise")
+            noise = max(compare(*pair)["gap_change"] for pair in zip(answers, others, strict=True))
         if facts["dense"]["sparse"] is not None:
-            require_dense_kernels(moved(facts["dense"]["sparse"], server_facts(dense)["sparse"]))
-        for text, expected in zip(tqdm(texts, "sparse"), dense_answers, strict=True):
-            rows.append(compare(expected, generate(sparse, text, args.tokens)))
-            record.add("prompt", **rows[-1])
-        summary = summarise(rows, before, server_facts(sparse)["sparse"], noise)
+            require_dense_kernels(moved(facts["dense"]["sparse"], dense.facts()["sparse"]))
+        rows = [compare(*pair) for pair in zip(answers, sparse.each(generate, plain, "sparse"), strict=True)]
+        for row in rows:
+            record.add("prompt", **row)
+        summary = summarise(rows, before, sparse.facts()["sparse"], noise)
         record.add("summary", prompts=args.prompts, tokens=args.tokens, noise=noise, **summary)
     return summary
 

@@ -31,7 +31,7 @@ from eval.live.suite import Case, Prompt
 from eval.live.tokens import fit
 from eval.tasks import local_data
 from eval.tasks.infinitebench_tasks import TASKS
-from eval.tasks.local_data import TEXT, Kind, LocalSuite, LocalTask, Rows, ask, entry, fill, placed
+from eval.tasks.local_data import TEXT, Kind, LocalSuite, LocalTask, Rows, entry, fill, placed
 from eval.tasks.official_metrics import LETTERS, SCORES, leading_share_after_first
 from eval.texts.haystacks import chosen
 
@@ -96,7 +96,8 @@ class InfiniteBenchSuite(LocalSuite):
 
     def cases(self) -> list[Case]:
         """See `Suite.cases`; the generated ones come first, as many of each task and length."""
-        self._require_form()
+        if self.args.form == "second_turn":
+            self._require_turns()
         local = super().cases()
         places = [depth / 100 for depth in dict.fromkeys(self.args.depths)]
         n = self.args.n or N
@@ -123,7 +124,7 @@ class InfiniteBenchSuite(LocalSuite):
             if later:
                 prompt = self.tokens.second_turn(content, made.question)
             else:
-                prompt = ask(self.tokens, f"{content}\n\n{made.question}", not self.args.no_chat)
+                prompt = self.tokens.prompt(f"{content}\n\n{made.question}", not self.args.no_chat)
             found[tuple(prompt)] = made, self.tokens.first_turn(content) if later else []
             return prompt
 
@@ -137,9 +138,7 @@ class InfiniteBenchSuite(LocalSuite):
         late = task == case.task == "math_calc" and self.args.templates == "gpt4"
         return {"score": (leading_share_after_first if late else SCORES[task])(prompt.answers, output)}
 
-    def _require_form(self) -> None:
-        if self.args.form != "second_turn":
-            return
+    def _require_turns(self) -> None:
         if self.args.no_chat:
             raise EvaluationError("--form second_turn has turns of a chat; allowed without --no-chat")
         if asked := [task for task in self._tasks() if task not in TASKS]:
@@ -171,11 +170,7 @@ def answers(task: str, row: Mapping[str, Any], where: str = "") -> list[str]:
 
 
 def text(template: str, task: str, row: Mapping[str, Any]) -> str:
-    """The prompt of a row: the template's fields are those that the benchmark's code knows.
-
-    Raises:
-        EvaluationError: a field of the template is none of them, or cannot be found in the question.
-    """
+    """The prompt of a row; refused if a field of the template is unknown, or cannot be found in the question."""
     values = {"context": row["context"], "input": row["input"], "question": row["input"]}
     values |= {f"OPTION_{letter}": option for letter, option in zip(LETTERS, row.get("options") or [], strict=False)}
     if task == "code_run":

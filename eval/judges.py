@@ -46,27 +46,12 @@ from typing import Any
 from tqdm import tqdm
 
 from eval.live.arms import MAX_FAILED, require_proof
-from eval.live.client import LiveServer, list_of, positive, shown
+from eval.live.client import HelpFormatter, LiveServer, list_of, positive, shown
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, read_rows
-from eval.live.runner import HelpFormatter, arguments_of
+from eval.live.runner import arguments_of
 from eval.scores.summary import summarise
-from eval.tasks.judge_commands import (
-    LEAST_CWE,
-    LENGTHS,
-    LM_EVAL,
-    ROOM,
-    TASKS,
-    Target,
-    gsm8k_task,
-    lm_eval_command,
-    reach,
-    require_lm_eval,
-    ruler_groups,
-    run_judge,
-    serving_command,
-)
-from eval.tasks.judge_rows import agreement, gsm8k_items, prompt_of, read_samples, ruler_items, serving_rows, unmatched
+from eval.tasks import judge_commands as outside
 from eval.texts.lengths import length
 
 Rows = list[dict[str, Any]]
@@ -75,7 +60,9 @@ Rows = list[dict[str, Any]]
 class Run:
     """What the commands that ask a server share: the file, and proof that a sparse server decoded sparse."""
 
-    def __init__(self, args: argparse.Namespace, target: Target, commands: Iterable[Sequence[str]], **header: Any):
+    def __init__(
+        self, args: argparse.Namespace, target: outside.Target, commands: Iterable[Sequence[str]], **header: Any
+    ):
         self.args, self.target = args, target
         header |= {"arguments": arguments_of(args), "label": args.label, "servers": {"base": target.facts}}
         header["commands"] = [shlex.join(command) for command in commands]
@@ -92,7 +79,7 @@ class Run:
         """Run a judge, keep what the server counted, and refuse a sparse one that did not decode sparse."""
         arm = self.target.arm
         before = arm.server.counters() if arm.counted else None
-        run_judge(command, scratch, self.args.out.with_suffix(".log"))
+        outside.run_judge(command, scratch, self.args.out.with_suffix(".log"))
         if before is not None:
             counts = moved(before, arm.server.counters())
             row = {"arm": "base", "task": task, "length": length, **read_shares(counts), "counters": counts}
@@ -127,40 +114,42 @@ class Run:
 
 def ruler(args: argparse.Namespace) -> Rows:
     """Run lm-eval's RULER tasks, each at each length apart, so that one that fails takes no others with it."""
-    require_lm_eval()
-    groups = ruler_groups(args.tasks, args.lengths)
-    if "ruler_cwe" in args.tasks and min(args.lengths) < LEAST_CWE:
-        print(f"ruler_cwe is left out below {LEAST_CWE} tokens", file=sys.stderr)
+    outside.require_lm_eval()
+    groups = outside.ruler_groups(args.tasks, args.lengths)
+    if "ruler_cwe" in args.tasks and min(args.lengths) < outside.LEAST_CWE:
+        print(f"ruler_cwe is left out below {outside.LEAST_CWE} tokens", file=sys.stderr)
     with LiveServer(args.base_url) as server, tempfile.TemporaryDirectory() as name:
         scratch, out = Path(name), Path(name) / "out"
-        target = reach(args, server, max(args.lengths) + ROOM)
-        lines = {group: lm_eval_command(target, args, *group, out) for group in groups}
-        run = Run(args, target, lines.values(), lm_eval=LM_EVAL)
+        target = outside.reach(args, server, max(args.lengths) + outside.ROOM)
+        lines = {group: outside.lm_eval_command(target, args, *group, out) for group in groups}
+        run = Run(args, target, lines.values(), lm_eval=outside.LM_EVAL)
         with run.record:
             for task, length in tqdm([group for group in groups if group not in run.finished], desc="lm-eval"):
                 run.judge(lines[task, length], scratch, task, length)
-                samples = read_samples(out, task)
+                samples = outside.read_samples(out, task)
                 # As large as all prompts together.
                 shutil.rmtree(out)
-                run.add_samples(ruler_items(task, length, samples, target.tokens.sizes), prompt_of(samples[0]))
+                run.add_samples(
+                    outside.ruler_items(task, length, samples, target.tokens.sizes), outside.prompt_of(samples[0])
+                )
             return run.summary()
 
 
 def gsm8k(args: argparse.Namespace) -> Rows:
     """Run lm-eval's GSM8K with the questions of a file."""
-    require_lm_eval()
-    task = gsm8k_task(args.data, args.train)
+    outside.require_lm_eval()
+    task = outside.gsm8k_task(args.data, args.train)
     with LiveServer(args.base_url) as server, tempfile.TemporaryDirectory() as name:
-        scratch, target = Path(name), reach(args, server, 0)
+        scratch, target = Path(name), outside.reach(args, server, 0)
         (scratch / "gsm8k_local.yaml").write_text(json.dumps(task))
         more = ["--include_path", name, "--num_fewshot", str(args.fewshot)]
-        line = lm_eval_command(target, args, "gsm8k_local", None, scratch / "out") + more
+        line = outside.lm_eval_command(target, args, "gsm8k_local", None, scratch / "out") + more
         digest = hashlib.sha256(args.data.read_bytes()).hexdigest()[:16]
-        run = Run(args, target, [line], lm_eval=LM_EVAL, data_sha=digest)
+        run = Run(args, target, [line], lm_eval=outside.LM_EVAL, data_sha=digest)
         with run.record:
             run.judge(line, scratch, "gsm8k", None)
-            samples = read_samples(scratch / "out", "gsm8k_local")
-            run.add_samples(gsm8k_items(samples, target.tokens.sizes), prompt_of(samples[0]))
+            samples = outside.read_samples(scratch / "out", "gsm8k_local")
+            run.add_samples(outside.gsm8k_items(samples, target.tokens.sizes), outside.prompt_of(samples[0]))
             return run.summary()
 
 
@@ -168,15 +157,15 @@ def serving(args: argparse.Namespace) -> Rows:
     """Run SGLang's benchmark client."""
     with LiveServer(args.base_url) as server, tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        target = reach(args, server, max(args.lengths) + args.output_length)
+        target = outside.reach(args, server, max(args.lengths) + args.output_length)
         files = {length: scratch / f"{length}.jsonl" for length in sorted(set(args.lengths))}
-        lines = {length: serving_command(target, args, length, files[length]) for length in files}
+        lines = {length: outside.serving_command(target, args, length, files[length]) for length in files}
         run = Run(args, target, lines.values(), sglang=importlib.metadata.version("sglang"))
         summary: Rows = []
         with run.record:
             for length, line in tqdm(lines.items(), desc="benchmark"):
                 run.judge(line, scratch, "serving", length)
-                items, row = serving_rows(json.loads(files[length].read_text()))
+                items, row = outside.serving_rows(json.loads(files[length].read_text()))
                 for item in items:
                     run.record.add("item", **item)
                 run.record.add("summary", **row)
@@ -190,10 +179,10 @@ def serving(args: argparse.Namespace) -> Rows:
 def agree(args: argparse.Namespace) -> Rows:
     """Compare two files, without a server."""
     ours, theirs = read_rows(args.ours), read_rows(args.theirs)
-    alone = unmatched(ours, theirs)
+    alone = outside.unmatched(ours, theirs)
     if alone:
         print(f"only in one of the files: {', '.join(alone)}", file=sys.stderr)
-    return agreement(ours, theirs)
+    return outside.agreement(ours, theirs)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,14 +212,22 @@ def parser() -> argparse.ArgumentParser:
         )
     for function in (ruler, gsm8k):
         each[function].add_argument("--limit", type=positive, help="questions of each task and length (default: all)")
-    each[ruler].add_argument("--tasks", type=list_of(str), default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
     each[ruler].add_argument(
-        "--lengths", type=list_of(length), default="4096", help=f"of {', '.join(map(str, LENGTHS))}"
+        "--tasks",
+        type=list_of(str, outside.TASKS),
+        default=",".join(outside.TASKS),
+        help=f"of {', '.join(outside.TASKS)}",
+    )
+    each[ruler].add_argument(
+        "--lengths",
+        type=list_of(length, outside.LENGTHS),
+        default="4096",
+        help=f"of {', '.join(map(str, outside.LENGTHS))}",
     )
     each[gsm8k].add_argument("--data", type=Path, required=True, help="JSONL file with question and answer")
     each[gsm8k].add_argument("--train", type=Path, help="the same for the examples; --data by default")
     each[gsm8k].add_argument("--fewshot", type=int, default=5, help="examples before each question")
-    each[serving].add_argument("--lengths", type=list_of(length), default="4096", help="tokens of a prompt")
+    each[serving].add_argument("--lengths", type=list_of(length, some=True), default="4096", help="tokens of a prompt")
     each[serving].add_argument("--output-length", type=positive, default=128, help="tokens of an answer")
     each[serving].add_argument("--prompts", type=positive, default=32, help="requests of each length")
     both = judges.add_parser("agree", help=agree.__doc__, description=__doc__, formatter_class=HelpFormatter)

@@ -84,11 +84,7 @@ class LongBenchSuite(LocalSuite):
         return self._read_v1() if self.args.version == 1 else self._read_v2()
 
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
-        """The official score of the task.
-
-        Returns:
-            ``score``; of LongBench-E and version 2 the same again under the name of each class that the row is of.
-        """
+        """The official score; of LongBench-E and version 2 again under the name of each class that the row is of."""
         row = self.row(case)
         if self.args.version == 2:
             right = float(choice(output) == row["answer"])

@@ -23,7 +23,7 @@ from eval.live import runner
 from eval.live.client import positive
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
-from eval.tasks.local_data import Rows, ask
+from eval.tasks.local_data import Rows
 
 INSTRUCTION = "Think step by step, and put the final answer within \\boxed{}."
 QUESTIONS = ("problem", "question")
@@ -72,7 +72,7 @@ class MathSuite(Suite):
         sampling: dict[str, Any] = {"temperature": args.temperature}
         if args.temperature:
             sampling |= {"top_p": args.top_p, "seed": case.rng(args.seed).getrandbits(31)}
-        prompt = ask(self.tokens, f"{question}\n\n{INSTRUCTION}", not args.no_chat)
+        prompt = self.tokens.prompt(f"{question}\n\n{INSTRUCTION}", not args.no_chat)
         return Prompt(prompt, [answer], args.max_tokens, sampling, {"question": row, "sample": sample})
 
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
@@ -84,8 +84,7 @@ class MathSuite(Suite):
 def question_and_answer(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     """What is asked, and the right answer, in the form of a box where it is that of a solution.
 
-    Raises:
-        EvaluationError: the row has no such fields, or its solution no box; begins with `where`.
+    A row without such fields is refused, or whose solution has no box, in a message that begins with `where`.
     """
     fields = {name.lower(): value for name, value in row.items() if value is not None}
     question, answer = (_present(fields, names, row, where) for names in (QUESTIONS, ANSWERS))
@@ -112,11 +111,8 @@ def judge(answer: str, output: str) -> tuple[bool, bool]:
     """Whether the final answer of an output is right, and whether it has one, by math-verify.
 
     A box counts before anything else that looks like an answer. What takes longer than five seconds to understand is
-    wrong; the package measures that by a signal, so that this must be called in the main thread.
-
-    Args:
-        answer: the right answer as LaTeX, or a solution with the answer in a box.
-        output: of the model.
+    wrong; the package measures that by a signal, so that this must be called in the main thread. The right answer is
+    LaTeX, or a solution with the answer in a box.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -70,13 +70,9 @@ TASKS: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class Needles:
-    """The needles of a prompt.
+    """The needles of a prompt: the keys asked for and their values, sentences and their depths (0 to 1).
 
-    Attributes:
-        keys: asked for.
-        values: of all of them.
-        records: sentences; the first belongs to the first key.
-        depths: of each record, 0 to 1.
+    The first sentence belongs to the first key.
     """
 
     keys: list[str]
@@ -197,9 +193,7 @@ class NeedleSuite(Suite):
         return self.tokens.first_turn(haystack) if self.args.form == "second_turn" else []
 
     def _encode(self, text: str) -> list[int]:
-        if self.args.form == "ruler":
-            return self.tokens.start() + self.tokens.encode(text)
-        return self.tokens.chat([{"role": "user", "content": text}])
+        return self.tokens.prompt(text, self.args.form != "ruler")
 
     def _place(self, prompt: Sequence[int], haystack: str, record: str) -> int:
         """The token at which a record begins."""

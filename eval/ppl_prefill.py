@@ -37,7 +37,7 @@ from eval.live.counters import EvaluationError, moved, require_dense_prefill, sp
 from eval.live.forced import prefilled_suffix
 from eval.live.record import Record, read_finished, read_rows
 from eval.scores.stats import Floats, interval, resamples
-from eval.scores.tables import Column, Row, number, table, text
+from eval.scores.tables import Column, bounds, number, table, text
 from eval.texts.windows import (
     SCORED,
     Window,
@@ -115,13 +115,9 @@ def ask(
 
 
 def rows_of(text: str, windows: Sequence[Window], nlls: dict[str, Floats], begins: int) -> list[dict[str, Any]]:
-    """The rows that a text's figures are made of.
+    """The rows that a text's figures are made of, by the negative log-likelihoods of `ask` for each arm.
 
-    Args:
-        text: of ``eval.texts.windows.TEXTS``.
-        windows: as they were asked.
-        nlls: of `ask`, for each arm; a token's stands at the position of the query that predicts it.
-        begins: of `begins_at`.
+    A token's stands at the position of the query that predicts it; `begins` is that of `begins_at`.
     """
     length = len(windows[0].tokens)
     first = begins if text == "book" else -windows[0].scored
@@ -192,7 +188,10 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0, bound: float = BOUN
     found = []
     for task in dict.fromkeys(row["task"] for row in rows if row["kind"] == "item"):
         mine = [row for row in rows if row.get("task") == task]
-        dense, sparse = judged(mine)
+        items = [row for row in mine if row["kind"] == "item"]
+        dense, sparse = (
+            {row["window"]: row["scores"]["nll"] for row in items if row["arm"] == arm} for arm in ("dense", "sparse")
+        )
         if dense.keys() != sparse.keys():
             raise EvaluationError(f"{task}: {len(sparse)} windows are sparse and {len(dense)} dense, or other ones")
         weights = resamples(len(dense), seed)
@@ -224,24 +223,11 @@ def perplexities(paths: Sequence[Path]) -> str:
         ("dense", number("dense", 2)),
         ("sparse", number("sparse", 2)),
         ("difference, %", number("relative", 2, 100, sign=True)),
-        ("95 %", percent_interval),
+        ("95 %", bounds("relative_interval", 2, scale=100)),
         ("left out", lambda row: f"{row['sparsity']:.1%}" if "sparsity" in row else ""),
         ("within the bound", lambda row: {True: "yes", False: "no"}[row["passed"]] if "passed" in row else ""),
     ]
     return table(rows, columns)
-
-
-def percent_interval(row: Row) -> str:
-    """The 95 % interval of a relative change, in percent."""
-    return " … ".join(f"{100 * end:+.2f}" for end in row["relative_interval"])
-
-
-def judged(rows: Sequence[dict[str, Any]]) -> tuple[dict[int, float], ...]:
-    """Of the judged positions of a text, nats a token by window: dense and sparse."""
-    items = [row for row in rows if row["kind"] == "item"]
-    return tuple(
-        {row["window"]: row["scores"]["nll"] for row in items if row["arm"] == arm} for arm in ("dense", "sparse")
-    )
 
 
 def judge(dense: Floats, sparse: Floats, weights: Floats) -> dict[str, Any]:

@@ -71,13 +71,8 @@ def make_cells(text: str, ratios: Sequence[float], intervals: Sequence[int], suf
 def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: Sequence[float]) -> str:
     """Refuse a server that would run such windows dense, or give two ratios the same pages where they are scored.
 
-    `prompt` and `length` are the tokens of prompts and whole windows.
-
-    Returns:
-        What a ratio is called in the requests of this method.
-
-    Raises:
-        EvaluationError: names the field to change, or the method has none that a ratio could be.
+    `prompt` and `length` are the tokens of prompts and whole windows. Returned is what a ratio is called in the
+    requests of this method; refused if it has no such field.
     """
     if config.get("dense_fallback") != "never":
         for field in ("min_seq_len", "crossover_tokens"):

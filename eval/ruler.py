@@ -95,11 +95,7 @@ class QuestionSet:
 
 @cache
 def read_squad(path: str) -> QuestionSet:
-    """The answerable questions of a SQuAD file (version 1.1 or 2.0, JSON); RULER takes ``dev-v2.0.json``.
-
-    Raises:
-        EvaluationError: it is no such file; names the field that is missing.
-    """
+    """The answerable questions of a SQuAD file (JSON; RULER takes ``dev-v2.0.json``); refused if it is none."""
     whole = read_json(Path(path))
     require(whole, {"data": _LIST}, path)
     questions, documents = [], set()
@@ -123,11 +119,7 @@ def read_squad(path: str) -> QuestionSet:
 
 @cache
 def read_hotpot(path: str) -> QuestionSet:
-    """The questions of a HotpotQA file (JSON); RULER takes ``hotpot_dev_distractor_v1.json``.
-
-    Raises:
-        EvaluationError: it is no such file; names the field that is missing.
-    """
+    """The questions of a HotpotQA file (JSON; RULER takes ``hotpot_dev_distractor_v1.json``); refused if it is none."""
     questions = []
     for row in read_array(Path(path), {"question": TEXT, "answer": TEXT, "context": _PASSAGES}):
         needed = tuple(dict.fromkeys(f"{title}\n{''.join(parts)}" for title, parts in row["context"]))
@@ -154,10 +146,7 @@ READERS: dict[str, Callable[[str], QuestionSet]] = {"qa_1": read_squad, "qa_2": 
 def document_question(asked: Asked, found: QuestionSet, rng: random.Random, length: int, tokens: Tokens) -> Question:
     """A question after its documents and as many others as fit, those of the same article first, in random order.
 
-    There must be documents of `length` tokens.
-
-    Raises:
-        EvaluationError: the file has not so many.
+    Refused if the file has no documents of `length` tokens.
     """
     pool = _others(asked, found, rng, length, tokens)
     order = rng.random()
@@ -270,10 +259,8 @@ class RulerSuite(Suite):
         return Prompt(prompt, question.answers, room, facts=facts)
 
     def _encode(self, question: Question, filling: int) -> list[int]:
-        text = question.ask(filling)
-        if self.args.chat:
-            return self.tokens.chat([{"role": "user", "content": text}], question.prefix)
-        return self.tokens.start() + self.tokens.encode(f"{text}{question.separator}{question.prefix}")
+        separator = "" if self.args.chat else question.separator
+        return self.tokens.prompt(question.ask(filling) + separator, self.args.chat, question.prefix)
 
     def _require_room(self, case: Case, question: Question) -> None:
         least = len(self._encode(question, 0)) + ANSWER_TOKENS[case.task]
@@ -286,8 +273,7 @@ class RulerSuite(Suite):
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
         """The share of the references that occur in the output; for questions about documents whether one does.
 
-        Returns:
-            ``score``, and ``all``: whether all references occur.
+        ``all`` is whether all references occur.
         """
         text = re.sub(r"[\x00-\x1f]", "\n", output).lower()
         found = [answer.lower() in text for answer in prompt.answers]

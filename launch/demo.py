@@ -25,7 +25,7 @@ from rich.table import Table
 
 from eval.live.counters import EvaluationError
 from eval.live.tokens import tokens
-from eval.texts.text import FORMS, Haystack, exact_match, hide, messages, random_key, random_number, read_books
+from eval.texts.text import FORMS, Haystack, hide, random_key, random_number, read_books
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ class Question:
         """Whether an answer is the truth."""
         if self.in_words:
             return re.search(rf"(?<![\w.]){re.escape(self.truth)}(?![\w])", answer) is not None
-        return exact_match(answer, self.truth)
+        return answer.strip() == self.truth
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def ask(server: ServerProcess, text: str, question: Question) -> Row:
     began = time.monotonic()
     answer = server.openai().chat.completions.create(
         model="default",
-        messages=messages(text, [], question.text),
+        messages=[{"role": "user", "content": f"{text}\n{question.text}"}],
         temperature=0,
         max_tokens=32,
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},

@@ -27,7 +27,8 @@ def test_sources_are_asked_for_constants_that_stand_in_them_once(length: int) ->
         (demo.Question("?", "96", in_words=True), "1965", False),
         (demo.Question("?", "96", in_words=True), "0.96", False),
         (demo.Question("?", "--data/--prompts", in_words=True), 'The value is "--data/--prompts".', True),
-        (demo.Question("?", "8056020"), "8056020", True),
+        (demo.Question("?", "8056020"), " 8056020 ", True),
+        (demo.Question("?", "8056020"), "80560201", False),
         (demo.Question("?", "8056020"), "It is 8056020.", False),
     ],
 )

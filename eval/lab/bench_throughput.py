@@ -39,8 +39,7 @@ from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, summarised, this_machine
 from eval.serving.grid import batch_flags
-from eval.tasks.judge_commands import Target, reach, run_judge, serving_command
-from eval.tasks.judge_rows import serving_rows
+from eval.tasks.judge_commands import Target, reach, run_judge, serving_command, serving_rows
 from eval.texts.lengths import length
 from launch.server import ServerProcess
 

@@ -147,11 +147,16 @@ def _require_sparse_decode(label: str, total: dict[str, int]) -> None:
             f"{label}: nothing of it was decoded sparse, so it says nothing about the method: start the server with "
             "lower min_seq_len, crossover_tokens and min_pages, ask longer questions, or say --expect any"
         )
+    require_few_dense(label, total, ", raise --concurrency, or say --expect any")
+
+
+def require_few_dense(label: str, total: dict[str, int], otherwise: str = "") -> None:
+    """Refuse counts of which more than a tenth of the rows was decoded dense; `otherwise` ends the advice."""
     share = dense_rows(total) or 0.0
     if share > MAX_DENSE_ROWS:
         raise EvaluationError(
             f"{label}: {share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the server "
-            "with lower min_seq_len and crossover_tokens, raise --concurrency, or say --expect any"
+            f"with lower min_seq_len and crossover_tokens{otherwise}"
         )
 
 
@@ -224,7 +229,7 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         yield urls[0], urls[1]
 
 
-def require_sparse(state: Mapping[str, Any], lengths: Sequence[int], text_length: int) -> None:
+def require_sparse_lengths(state: Mapping[str, Any], lengths: Sequence[int], text_length: int) -> None:
     """Refuse a server that would run the shortest questions, or the forced texts, dense; lengths are in tokens."""
     config, prefill = state["config"] or {}, state.get("prefill")
     least, shortest = config.get("min_seq_len", 0), min([*lengths, text_length])
@@ -245,10 +250,8 @@ def require_controls(
 ) -> list[tuple[str, str, str]]:
     """Refuse controls that are not what they are called, or that nothing here is to be held against.
 
-    A control takes the place of the decode method, and the prefill of its server is that of the judged one.
-
-    Returns:
-        Name, URL, and the methods that the server there must prove.
+    A control takes the place of the decode method, and the prefill of its server is that of the judged one. Returned
+    are name, URL, and the methods that the server there must prove.
     """
     decode, prefill = phases_of(dict(facts))
     if decode is None and (controls or strict):

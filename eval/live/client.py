@@ -67,10 +67,7 @@ class Completion:
 class LiveServer:
     """A server under measurement: blocking calls for what it says about itself, concurrent ones for generation.
 
-    Args:
-        base_url: such as ``http://127.0.0.1:30000``.
-        concurrency: most items that `each` works on at a time.
-        timeout: seconds of one request.
+    `each` works on at most `concurrency` items at a time; `timeout` is that of one request, in seconds.
     """
 
     def __init__(self, base_url: str, concurrency: int = 1, timeout: float = 1800.0) -> None:
@@ -95,8 +92,7 @@ class LiveServer:
     def sparse_state(self) -> dict[str, Any]:
         """The counters and the configs of the sparse methods, counts summed over data-parallel ranks.
 
-        Raises:
-            EvaluationError: the server runs no sparse method, or one without rectification.
+        Refused if the server runs no sparse method, or one without rectification.
         """
         states = self._http.get("/server_info").raise_for_status().json()["internal_states"]
         found = [state.get("sparse") for state in states]
@@ -105,9 +101,9 @@ class LiveServer:
         missing = [name for name in COUNTED if name not in found[0]]
         if missing:
             raise EvaluationError(f"{self._options['base_url']} does not count {', '.join(missing)}")
-        summed: dict[str, Any] = {**found[0], **_summed(found, COUNTED)}
+        summed = found[0] | {name: sum(state[name] for state in found) for name in COUNTED}
         if prefill := [state["prefill"] for state in found if state.get("prefill")]:
-            summed["prefill"] = {**prefill[0], **_summed(prefill, PREFILL_COUNTED)}
+            summed["prefill"] = prefill[0] | {name: sum(one[name] for one in prefill) for name in PREFILL_COUNTED}
         return summed
 
     def counters(self, patience: float = 30.0) -> dict[str, Any]:
@@ -130,12 +126,9 @@ class LiveServer:
         return self._http.post("/tokenize", json=request).raise_for_status().json()["tokens"]
 
     def vocabulary_size(self, wanted: int | None = None) -> int:
-        """How many token ids to draw from: the model's vocabulary size, or fewer if wanted.
+        """How many token ids to draw from: the model's vocabulary size, or as many as `wanted`; refused if too few.
 
         No endpoint names the size, so it is read from the server's refusal of a token id beyond it.
-
-        Raises:
-            EvaluationError: the refusal does not name the size and none is wanted, or more are wanted than there are.
         """
         request = {
             "input_ids": [0],
@@ -180,16 +173,10 @@ class LiveServer:
         return asyncio.run(work_on_all())
 
 
-def _summed(states: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, int]:
-    return {name: sum(state[name] for state in states) for name in names}
-
-
 async def generate(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
-    """POST ``/generate``, see `post`.
+    """POST ``/generate``, see `post` and `checked`.
 
-    Raises:
-        EvaluationError: as `post`, or the request was aborted or retracted. A retracted request prefills its output
-            again, which is a rectification that nobody asked for.
+    A retracted request prefills its output again, which is a rectification that nobody asked for.
     """
     return checked(await post(client, "/generate", request))
 
@@ -223,12 +210,7 @@ async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pa
 async def complete(
     client: httpx.AsyncClient, model: str, tokens: Sequence[int], max_new_tokens: int, options: Mapping[str, Any]
 ) -> Completion:
-    """POST ``/v1/completions`` with a prompt of token ids, so that the server adds nothing to it.
-
-    Raises:
-        Unreachable: no attempt got an answer.
-        EvaluationError: the server refused, or read another prompt than was sent.
-    """
+    """POST ``/v1/completions`` with token ids, to which the server must add nothing; see `post`."""
     request = {"model": model, "prompt": list(tokens), "max_tokens": max_new_tokens, **options}
     sent = time.perf_counter()
     answer = await post(client, "/v1/completions", request)
@@ -270,12 +252,9 @@ def checked(answer: dict[str, Any]) -> dict[str, Any]:
 async def stream(
     client: httpx.AsyncClient, request: dict[str, Any], begun: Callable[[], None] = lambda: None
 ) -> Stream:
-    """POST ``/generate`` as a stream and time its chunks; never tried again.
+    """POST ``/generate`` as a stream and time its chunks; never tried again; see `parse_stream`.
 
     `begun` is called whenever a piece has come, so first when the answer begins.
-
-    Raises:
-        EvaluationError: the request failed or was aborted or retracted.
     """
     raw: list[tuple[float, bytes]] = []
     sent = time.perf_counter()
@@ -290,14 +269,9 @@ async def stream(
 
 
 def parse_stream(sent: float, raw: Iterable[tuple[float, bytes]]) -> Stream:
-    """The chunks of a stream of server-sent events.
+    """The chunks of a stream of server-sent events, from the times and the pieces of its body.
 
-    Args:
-        sent: when the request was sent.
-        raw: when each piece of the body came, and the piece; an event counts as come with its last byte.
-
-    Raises:
-        EvaluationError: the last event is missing, or says that the request failed.
+    An event has the time of its last byte. Refused if the last one is missing, or says that the request failed.
     """
     chunks: list[Chunk] = []
     rest, answer = b"", None
@@ -316,11 +290,17 @@ def parse_stream(sent: float, raw: Iterable[tuple[float, bytes]]) -> Stream:
     return Stream(sent, chunks, checked(answer)["meta_info"].get("cached_tokens", 0))
 
 
-def command_line(command: str, description: str | None) -> argparse.ArgumentParser:
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep the description as it is written, and say the defaults."""
+
+
+def command_line(
+    command: str,
+    description: str | None,
+    formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter,
+) -> argparse.ArgumentParser:
     """The parser of a command that writes a file, with ``--label`` and ``--revision``."""
-    parser = argparse.ArgumentParser(
-        prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog=command, description=description, formatter_class=formatter)
     parser.add_argument("--label", help="kept in the file's header")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     return parser
@@ -346,12 +326,9 @@ def shown(command: str, measure: Callable[[], list[dict[str, Any]]], gate: str =
 def list_of(
     kind: Callable[[str], Item], allowed: Collection[Item] | None = None, some: bool = False
 ) -> Callable[[str], list[Item]]:
-    """Parser of a comma-separated list on the command line.
+    """Parser of a comma-separated list on the command line, each item by `kind`.
 
-    Args:
-        kind: parser of an item.
-        allowed: what the items can be, if not anything that `kind` takes.
-        some: refuse an empty list, as with `allowed`.
+    Items must be among those `allowed`, if these are given. Then, or with `some`, the list must not be empty.
     """
 
     def parse(value: str) -> list[Item]:

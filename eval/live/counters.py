@@ -111,11 +111,7 @@ def require_dense(label: str, counts: dict[str, int]) -> None:
 
 
 def require_sparse(label: str, counts: dict[str, int], rectifying: bool) -> None:
-    """Refuse counts of a sparse setting that do not show it.
-
-    Raises:
-        EvaluationError: nothing ran sparse, rows ran dense, or rectification is not as `rectifying` says.
-    """
+    """Refuse counts if nothing ran sparse, rows ran dense, or rectification is not as `rectifying` says."""
     if not counts["sparse_layer_rows"] or not leaves_out(counts):
         raise EvaluationError(f"{label}: nothing ran sparse")
     if rectifying:

@@ -55,8 +55,7 @@ def forced_logprobs(answer: dict[str, Any], forced: Sequence[int]) -> list[float
 def prefill_logprobs(answer: dict[str, Any], expected: Sequence[int]) -> list[float]:
     """Log-probabilities of the last prompt tokens ``[len(expected)]``, of a request with ``logprob_start_len``.
 
-    Raises:
-        EvaluationError: they are of other tokens, or a value is no number.
+    Refused if they are of other tokens, or a value is no number.
     """
     found = answer["meta_info"]["input_token_logprobs"][-len(expected) :]
     named = [token for _, token, _ in found]
@@ -65,18 +64,6 @@ def prefill_logprobs(answer: dict[str, Any], expected: Sequence[int]) -> list[fl
     if len(named) != len(expected) or not others <= {(max(expected), 0)}:
         raise EvaluationError("the prompt's log-probabilities are of other tokens")
     return _finite([logprob for logprob, _, _ in found])
-
-
-def likeliest(answer: dict[str, Any], count: int) -> list[int]:
-    """The likeliest token at each of the last `count` places of a prompt, of a request with ``top_logprobs_num``.
-
-    Raises:
-        EvaluationError: the server names none for one of them.
-    """
-    found = (answer["meta_info"].get("input_top_logprobs") or [])[-count:]
-    if len(found) != count or not all(found):
-        raise EvaluationError(f"the server names no likeliest token at each of the last {count} places of a prompt")
-    return [max(tops)[1] for tops in found]
 
 
 def _finite(logprobs: list[float | None]) -> list[float]:
@@ -127,7 +114,10 @@ async def prefilled_answer(
     answer = await generate(client, {**request, "top_logprobs_num": 1})
     # For what it refuses: other tokens, and values that are no numbers.
     prefill_logprobs(answer, given)
-    return likeliest(answer, len(given))
+    found = (answer["meta_info"].get("input_top_logprobs") or [])[-len(given) :]
+    if len(found) != len(given) or not all(found):
+        raise EvaluationError(f"the server names no likeliest token at each of the last {len(given)} places")
+    return [max(tops)[1] for tops in found]
 
 
 def _read(tokens: Sequence[int], suffix: int, params: dict[str, Any]) -> dict[str, Any]:

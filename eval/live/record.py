@@ -172,11 +172,9 @@ class Record:
         path: the file.
         command: name of the command.
         revision: of the code; asked of git by default.
-        resume: go on with the file if it is there, otherwise it is overwritten.
+        resume: go on with the file if it is there, otherwise it is overwritten. ``earlier`` are its rows, header left
+            out.
         **header: facts for the first line. ``arguments`` are what the results depend on.
-
-    Attributes:
-        earlier: the rows that were there before, header left out.
 
     Raises:
         EvaluationError: the file holds the results of other arguments, or of another server.
@@ -193,7 +191,7 @@ class Record:
         self.earlier = rows[1:]
         if not rows:
             self._file = path.open("w")
-            self._write(first)
+            self.add(**first)
             return
         require_same(path, rows[0], first)
         # The summary is made anew; a line that was cut off goes too.
@@ -206,10 +204,7 @@ class Record:
 
     def add(self, kind: str, **fields: Any) -> None:
         """Write a row at once, so that an interrupted run keeps what it measured."""
-        self._write({"kind": kind, **fields})
-
-    def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
         self._file.flush()
 
     def __enter__(self) -> Record:

@@ -31,7 +31,7 @@ from eval.live.arms import (
     require_reference,
     require_room,
 )
-from eval.live.client import FAILURES, LiveServer, complete, positive
+from eval.live.client import FAILURES, HelpFormatter, LiveServer, command_line, complete, positive
 from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
 from eval.live.forced import prefilled_answer
 from eval.live.record import Record
@@ -51,9 +51,7 @@ NOT_ARGUMENTS = (
 
 def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     """The command line of a suite: what every command takes, and the suite's own arguments."""
-    parser = argparse.ArgumentParser(
-        prog=suite.command, description=sys.modules[suite.__module__].__doc__, formatter_class=HelpFormatter
-    )
+    parser = command_line(suite.command, sys.modules[suite.__module__].__doc__, HelpFormatter)
     common = parser.add_argument_group("every command of its kind")
     common.add_argument("--base-url", required=True, help="the server under judgement")
     common.add_argument("--compare-url", help="another server, such as a dense one, to compare it with")
@@ -91,14 +89,8 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     common.add_argument(
         "--least-skipped", type=float, help="the same of the blocks that its decode visits, of Skip-Softmax"
     )
-    common.add_argument("--label", help="kept in the file's header")
-    common.add_argument("--revision", help="of this code, where its git history is not at hand")
     suite.add_arguments(parser)
     return parser
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keep the description as it is written, and say the defaults."""
 
 
 class Run:
@@ -112,12 +104,7 @@ class Run:
         self.prompts: dict[str, Prompt] = {}
 
     def all_groups(self, groups: Sequence[Group]) -> None:
-        """Ask everything that was not asked before.
-
-        Raises:
-            Unreachable: a server gave no answer; what was asked before is kept.
-            EvaluationError: see `require_proof`.
-        """
+        """Ask everything that was not asked before; what was asked is kept where a server gives no answer."""
         for group in groups:
             self.prompts.clear()
             for arm in self.arms:
@@ -219,13 +206,10 @@ def arguments_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Ask everything, write the file, and judge.
+    """Ask everything, write the file, and judge; refused as void if too many requests failed.
 
     Returns:
         The suite, the item rows, and the summary (see `eval.scores.summary.summarise`).
-
-    Raises:
-        EvaluationError: see the functions that this one calls; or so many requests failed that the run is void.
     """
     urls = [args.base_url, *([args.compare_url] if args.compare_url else [])]
     with ExitStack() as stack:

@@ -50,12 +50,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are asked before the next ones are, and whose counters are told apart from those of others.
+    """Cases that are asked, in this order, before the next ones are, and whose counters are told apart from others'.
 
-    Attributes:
-        cases: in the order in which they are asked.
-        task: of all of them; None of a group that is mixed.
-        length: likewise.
+    All have this task and length, which are None of a group that is mixed.
     """
 
     cases: Sequence[Case]
@@ -71,10 +68,8 @@ class Group:
 def groups_of(cases: Sequence[Case], mixed: int | None = None) -> list[Group]:
     """Cases by task and length, in the order in which they first come.
 
-    Args:
-        cases: all of them.
-        mixed: if not None all are one group instead, in an order drawn by this seed: what a server has in a batch is
-            then of several lengths.
+    If `mixed` is not None all are one group instead, in an order drawn by this seed: what a server has in a batch is
+    then of several lengths.
     """
     if mixed is not None:
         return [Group(random.Random(mixed).sample(cases, len(cases)))]
@@ -138,32 +133,20 @@ class Suite(ABC):
     def cases(self) -> list[Case]:
         """All questions, the shortest first.
 
-        Raises:
-            EvaluationError: an argument is wrong or a file is missing; names the argument, what it was and what is
-                allowed.
+        A wrong argument or a missing file is refused by name, with what it was and what is allowed.
         """
 
     @abstractmethod
     def build(self, case: Case) -> Prompt:
-        """The prompt of a case.
-
-        Raises:
-            EvaluationError: the case has no such prompt, such as a length that the question alone exceeds.
-        """
+        """The prompt of a case; refused if there is none, such as of a length that the question alone exceeds."""
 
     @abstractmethod
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
-        """Figures of one answer.
-
-        Returns:
-            ``score``, the official figure of the task from 0 to 1, and any further ones by name (also 0 to 1).
-        """
+        """Figures of one answer, from 0 to 1: ``score``, the official one of the task, and any further ones by name."""
 
     def plot(self, rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
-        """Draw pictures of the item rows of a finished run, where tables do not say it all.
+        """Draw pictures of the item rows of one server, where tables do not say it all, as SVG.
 
-        Args:
-            rows: the item rows of one server, see `eval.live.record`.
-            path_stem: path without a suffix; each picture is written as SVG.
+        `path_stem` is a path without a suffix.
         """
         return []

@@ -19,11 +19,7 @@ _FIRST_TURN = ("Remember this text.", "OK.")
 class Tokens:
     """Text to token ids and back, as the model under test was trained to read them.
 
-    Args:
-        path: a folder or a name that transformers' ``AutoTokenizer`` loads.
-
-    Raises:
-        EvaluationError: it loads nothing.
+    It is loaded by transformers' ``AutoTokenizer`` from a folder or by a name; refused if nothing is there.
     """
 
     def __init__(self, path: str) -> None:
@@ -65,9 +61,15 @@ class Tokens:
         text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return self.encode(str(text) + prefix)
 
+    def prompt(self, text: str, chat: bool = True, prefix: str = "") -> list[int]:
+        """Token ids of a text in the user's turn of a `chat`, or raw; the answer goes on after `prefix`."""
+        if chat:
+            return self.chat([{"role": "user", "content": text}], prefix)
+        return [*self.start(), *self.encode(text + prefix)]
+
     def first_turn(self, text: str) -> list[int]:
         """Token ids of a chat that gives a text and asks nothing; see `chat`."""
-        return self.chat([{"role": "user", "content": f"{text}\n{_FIRST_TURN[0]}"}])
+        return self.prompt(f"{text}\n{_FIRST_TURN[0]}")
 
     def second_turn(self, text: str, question: str) -> list[int]:
         """Token ids of a chat that asks only after `first_turn` was answered."""

@@ -44,11 +44,9 @@ def write(figure: Figure, path: Path) -> None:
 
 
 def heatmap(rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
-    """Draw the mean score and the number of questions for each depth and length, one panel a task.
+    """Draw the mean score and the number of questions for each depth and length, one panel a task, as SVG.
 
-    Args:
-        rows: item rows with ``task``, ``length``, ``depth`` and ``scores``; none draw nothing.
-        path_stem: path without a suffix.
+    Item rows have ``task``, ``length``, ``depth`` and ``scores``; none draw nothing. `path_stem` has no suffix.
     """
     if not rows:
         return []
@@ -59,22 +57,21 @@ def heatmap(rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
     size = (1.6 + (1.0 + 0.8 * len(lengths)) * len(tasks), 1.4 + 0.6 * len(depths))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
-    images = [
-        _panel(axes, [row for row in rows if row["task"] == task], lengths, depths)
-        for axes, task in zip(panels, tasks, strict=True)
-    ]
-    for axes, task in zip(panels, tasks, strict=True):
-        axes.set_title(task)
+    images = [_panel(axes, task, rows, lengths, depths) for axes, task in zip(panels, tasks, strict=True)]
     panels[0].set_ylabel("depth, %")
     figure.colorbar(images[0], ax=list(panels), label="mean score")
     return [str(path) for path in save(figure, Path(path_stem))]
 
 
-def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], depths: Sequence[float]) -> AxesImage:
+def _panel(
+    axes: Axes, task: str, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], depths: Sequence[float]
+) -> AxesImage:
     means = np.full((len(depths), len(lengths)), np.nan)
     for i, depth in enumerate(depths):
         for j, length in enumerate(lengths):
-            scores = [row["scores"]["score"] for row in rows if (row["depth"], row["length"]) == (depth, length)]
+            place = (task, depth, length)
+            mine = [row for row in rows if (row["task"], row["depth"], row["length"]) == place]
+            scores = [row["scores"]["score"] for row in mine]
             if not scores:
                 continue
             means[i, j] = np.mean(scores)
@@ -83,6 +80,7 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int]
             text = f"{means[i, j]:.2f}\nn={len(scores)}"
             axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
     image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_title(task)
     axes.set_xticks(range(len(lengths)), [short_length(n) for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
     axes.set_xlabel("length, tokens")

@@ -38,9 +38,7 @@ class Cell(NamedTuple):
 def drifts(off: Floats, bound: Floats) -> bool:
     """Whether decoding without rectification is worse than its bound by five standard errors of the paired difference.
 
-    Args:
-        off: mean negative log-likelihood of each window ``[windows]`` without rectification.
-        bound: the same where only the scored step is sparse.
+    Both are mean negative log-likelihoods ``[windows]``; of the bound only the scored step is sparse.
     """
     lost = off - bound
     return bool(lost.mean() > 0 and lost.mean() >= DRIFT_IN_ERRORS * standard_error(lost))
@@ -49,13 +47,10 @@ def drifts(off: Floats, bound: Floats) -> bool:
 def closing_fraction(
     off: Floats, rectified: Floats, bound: Floats, weights: Floats
 ) -> tuple[float | None, Interval | None]:
-    """How much of what is lost without rectification a rectified setting wins back: 1 is all of it.
+    """How much of what is lost without rectification (`off`) a rectified setting wins back: 1 is all of it.
 
-    Args:
-        off: per-window negative log-likelihoods ``[windows]`` without rectification.
-        rectified: the same with it.
-        bound: the same where only the scored step is sparse.
-        weights: of `resamples`.
+    All are negative log-likelihoods ``[windows]``, `bound` where only the scored step is sparse; `weights` of
+    `resamples`.
 
     Returns:
         ``(off - rectified) / (off - bound)`` of the means, and its paired bootstrap 95 % interval. None for the first

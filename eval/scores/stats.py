@@ -17,12 +17,12 @@ Interval = tuple[float, float]
 Verdict = Literal["same", "worse", "better", "unclear"]
 
 
-def resamples(count: int, seed: int, times: int = RESAMPLES) -> Floats:
-    """Bootstrap weights ``[times, count]``: a row times `count` values is the mean of one resample.
+def resamples(count: int, seed: int) -> Floats:
+    """Bootstrap weights ``[RESAMPLES, count]``: a row times `count` values is the mean of one resample.
 
     The same weights for two settings make their comparison paired.
     """
-    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=times)
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     return drawn / count
 
 
@@ -33,13 +33,7 @@ def interval(values: Floats) -> Interval:
 
 
 def median_ratio_interval(mine: Sequence[float] | Floats, theirs: Sequence[float] | Floats, seed: int) -> Interval:
-    """Paired bootstrap 95 % interval of the ratio of two medians.
-
-    Args:
-        mine: values ``[n]``.
-        theirs: values ``[n]``, the i-th measured beside the i-th of mine.
-        seed: of the bootstrap.
-    """
+    """Paired bootstrap 95 % interval of the ratio of the medians of ``[n]`` and ``[n]`` values, measured in pairs."""
     weights = resamples(len(mine), seed)
     return interval(_medians(mine, weights) / _medians(theirs, weights))
 
@@ -85,11 +79,7 @@ def paired_interval(differences: Floats) -> Interval:
 
 
 def verdict(differences: Interval, margin: float = MARGIN) -> Verdict:
-    """What a paired difference (this server less the other one) says.
-
-    Args:
-        differences: its 95 % interval.
-        margin: a difference that does not matter.
+    """What the 95 % interval of a paired difference (this server less the other one) says.
 
     Returns:
         "worse" or "better" where the interval excludes 0 and reaches beyond the margin, "same" where the server is at
@@ -103,13 +93,8 @@ def verdict(differences: Interval, margin: float = MARGIN) -> Verdict:
     return "same" if low >= -margin else "unclear"
 
 
-def compare(mine: Sequence[float], theirs: Sequence[float], margin: float = MARGIN) -> dict[str, Any]:
-    """Paired comparison of scores on the same questions.
-
-    Args:
-        mine: scores ``[n]`` of the server under judgement.
-        theirs: scores ``[n]`` of the other one, in the same order.
-        margin: see `verdict`.
+def compare(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Paired comparison of scores ``[n]`` on the same questions, those of the server under judgement first.
 
     Returns:
         ``diff`` (mean of mine less theirs) and ``diff_interval``; ``lost`` and ``won``, questions that this server
@@ -122,7 +107,7 @@ def compare(mine: Sequence[float], theirs: Sequence[float], margin: float = MARG
         "diff_interval": found,
         "lost": int((differences < 0).sum()),
         "won": int((differences > 0).sum()),
-        "verdict": verdict(found, margin),
+        "verdict": verdict(found),
     }
 
 
@@ -162,11 +147,9 @@ def gap_change(one: TopTokens, other: TopTokens) -> float:
 
 
 def is_same(mean_kl: float, gaps: Sequence[float], noise: float) -> bool:
-    """Whether a server's greedy answers count as those of a dense one.
+    """Whether a server's greedy answers count as those of a dense one, by the mean divergence in nats.
 
-    Args:
-        mean_kl: of the distributions of the next token, in nats.
-        gaps: of each answer that differs, how far apart the dense server's two best log-probabilities were there.
-        noise: how much of that excuses another token.
+    `gaps` are the distances between the dense server's two best log-probabilities where an answer differs; a distance
+    of at most `noise` excuses the difference.
     """
     return mean_kl < MAX_MEAN_KL and all(gap <= noise for gap in gaps)

@@ -13,11 +13,7 @@ Row = Mapping[str, Any]
 
 
 def summarise(items: Sequence[Row], counters: Sequence[Row]) -> list[dict[str, Any]]:
-    """Judge every task and length.
-
-    Args:
-        items: rows of kind ``item``; a failed one counts as wrong.
-        counters: rows of kind ``counters``.
+    """Judge every task and length, by rows of kind ``item``, of which a failed one counts as wrong, and ``counters``.
 
     Returns:
         One dict for each task, length and arm, in the order of the items: ``n`` questions and ``failed`` answers;

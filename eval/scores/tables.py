@@ -38,15 +38,13 @@ def text(name: str) -> Callable[[Row], str]:
     return lambda row: "" if row.get(name) is None else str(row[name])
 
 
-def bounds(name: str, places: int, sign: bool = True) -> Callable[[Row], str]:
+def bounds(name: str, places: int, sign: bool = True, scale: float = 1.0) -> Callable[[Row], str]:
     """Write an interval."""
 
     def write(row: Row) -> str:
         if row.get(name) is None:
             return ""
-        low, high = row[name]
-        form = f"{'+' if sign else ''}.{places}f"
-        return f"{low:{form}} … {high:{form}}"
+        return " … ".join(f"{scale * end:{'+' if sign else ''}.{places}f}" for end in row[name])
 
     return write
 

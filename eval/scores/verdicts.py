@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.live.counters import EvaluationError
 from eval.live.record import command_name, read_finished, result_files
-from eval.scores.stats import Interval, compare, verdict
+from eval.scores.stats import compare, verdict
 from eval.scores.summary import by_prompt, reading
 
 # A task where a dense server is often wrong, or a random choice of pages often right, cannot tell methods apart.
@@ -29,13 +29,10 @@ Row = Mapping[str, Any]
 
 
 def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The lines of the result files of `eval.compare`, see `lines_of_questions` and its neighbours.
+    """The lines of the result files of `eval.compare`, see `lines_of_questions` and its neighbours; refused if none.
 
     A file ``SUITE.jsonl`` has the two servers, ``SUITE--CONTROL.jsonl`` the same questions put to a control; either may
     be compressed, as ``.jsonl.xz``.
-
-    Raises:
-        EvaluationError: there are none, or one is no file of results.
     """
     found = []
     files = result_files(folder)
@@ -54,19 +51,15 @@ def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[
 
 
 def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
-    """A line for each task and length of a run over two servers.
-
-    Args:
-        rows: of the file.
-        controls: rows of the files in which other servers had the same questions, by name.
+    """A line for each task and length of a run over two servers; `controls` are the rows of others, by name.
 
     Returns:
         ``task``, ``length``, ``n``; ``dense``, ``sparse`` and each control, their mean scores; ``diff``,
         ``diff_interval`` and ``verdict`` of the paired comparison (see `eval.scores.stats.compare`); ``density`` that
         the sparse server read; ``gates``: whether the task can tell methods apart at this length, None without the
         control that chooses at random. Where the method loses more than a point by its definition, and the best choice
-        of as many pages does not, ``definition_verdict``: that of the sparse server paired with the definition. The
-        two controls differ in the score alone, so that the loss is then the score's.
+        of as many pages does not, ``definition_verdict``: that of the sparse server paired with the definition. The two
+        controls differ in the score alone, so that the loss is then the score's.
 
     Raises:
         EvaluationError: a control had other questions, or the one that chooses at random had none of a task.
@@ -120,7 +113,7 @@ def lines_of_perplexity(rows: Sequence[Row], controls: Mapping[str, Sequence[Row
             low, high = row["diff_interval"]
             line = {"task": _setting(row), "length": row["length"]}
             line |= {"n": row["windows"], "unit": "nats", "dense": dense[row["task"]], "sparse": row["nll"]}
-            line |= _difference(row["diff"], (low, high), (-high, -low), NLL_MARGIN)
+            line |= {"diff": row["diff"], "diff_interval": (low, high), "verdict": verdict((-high, -low), NLL_MARGIN)}
             line |= _of_controls(row, controls, ("task", "setting", "ratio", "interval"), "nll")
             found.append(line | {"density": row["density"], "gates": None})
     return found
@@ -142,7 +135,7 @@ def lines_of_drift(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -
                 bounds = row["agreement_change_interval"]
                 line = {"task": _setting(row), "length": last, "n": row["n"]}
                 line |= {"unit": "agreement", "dense": noise["agreement"], "sparse": row["agreement"]}
-                line |= _difference(row["agreement_change"], bounds, bounds)
+                line |= {"diff": row["agreement_change"], "diff_interval": bounds, "verdict": verdict(bounds)}
                 line |= _of_controls(row, controls, ("task", "ratio", "interval", "position"), "agreement")
                 found.append(line | {"density": row["density"], "gates": None})
     return found
@@ -169,10 +162,6 @@ def _setting(row: Row) -> str:
     # Without a ratio of its own a setting has the server's, which the header tells.
     ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:g}"
     return f"{row['task']}{ratio}, f = {row['interval'] or 'never'}"
-
-
-def _difference(diff: float, bounds: Interval, better: Interval, margin: float = 0.01) -> dict[str, Any]:
-    return {"diff": diff, "diff_interval": bounds, "verdict": verdict(better, margin)}
 
 
 def _place(row: Row) -> tuple[str, int | None]:

@@ -35,12 +35,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """A batch of prompts of one length.
-
-    Attributes:
-        context: tokens of a prompt.
-        batch: requests at once.
-    """
+    """A batch of prompts of one length: `context` tokens each, `batch` requests at once."""
 
     context: int
     batch: int
@@ -122,8 +117,7 @@ def unfit(facts: Row, needed: int) -> str | None:
 def streams(result: Row) -> list[Stream]:
     """The answers in a result, with ``--output-details``, of SGLang's client, which sends a batch at once.
 
-    Raises:
-        EvaluationError: a request failed, or brought fewer tokens than asked for.
+    Refused if a request failed, or brought fewer tokens than asked for.
     """
     names = ("output_lens", "ttfts", "itls", "errors", "cached_tokens")
     found = []
@@ -156,19 +150,17 @@ def spread(name: str, times: Sequence[float]) -> dict[str, Any]:
 
 
 def summarise(items: Sequence[Row], carried: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Compare every server with the dense one, cell by cell.
+    """Compare every server with the dense one, cell by cell, by rows of task "serving".
 
-    Args:
-        items: rows of runs, of kind ``item`` and task "serving".
-        carried: further fields of the first run that the summary keeps.
+    Fields `carried` are kept of the first run.
 
     Returns:
         For each cell and each server but the dense one, where both have it: its own figures (seconds, and requests or
         tokens a second), those of the dense server with the prefix ``dense_``, and their ratios with the suffix
         ``_ratio``: times are dense over sparse and rates sparse over dense, so that above 1 the sparse server is
-        better. Of several runs times to the first token and rates are the first one's, in which nothing was cached;
-        all others are medians, ``decode_tpot_range`` is their range. ``decode_tpot_ratio_interval`` is a paired
-        bootstrap 95 % interval of the ratio of the medians, None where the servers did not take turns or too rarely.
+        better. Of several runs times to the first token and rates are the first one's, in which nothing was cached; all
+        others are medians, ``decode_tpot_range`` is their range. ``decode_tpot_ratio_interval`` is a paired bootstrap
+        95 % interval of the ratio of the medians, None where the servers did not take turns or too rarely.
     """
     summary = []
     for (arm, context, batch), mine, theirs in beside_dense(items, "context", "batch"):
@@ -199,11 +191,9 @@ def _figures(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
-    """The least ratio of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
+    """The `least_ratio` of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
 
-    Returns:
-        For each server that has such cells `least_ratio`; ``dense_rows``: the share of that cell's rows that were
-        decoded dense.
+    ``dense_rows`` is the share of that cell's rows that were decoded dense.
     """
     return [
         row | {"context": SHORT} | {name: least[name] for name in ("decode_tpot_ratio_interval", "dense_rows")}

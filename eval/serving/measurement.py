@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from eval.live.arms import MAX_DENSE_ROWS
+from eval.live.arms import require_few_dense
 from eval.live.client import Chunk, LiveServer, Stream
-from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
+from eval.live.counters import EvaluationError, moved, read_shares, require_sparse
 from eval.serving.grid import SERVED, Cell, dense_by_limits, grid, streams
-from eval.tasks.judge_commands import Target, reach, run_judge, serving_command
-from eval.tasks.judge_rows import serving_rows
+from eval.tasks.judge_commands import Target, reach, run_judge, serving_command, serving_rows
 
 Row = Mapping[str, Any]
 
@@ -59,17 +58,9 @@ class Inputs:
         """What the file's header says of the arguments instead of what was typed."""
         return {}
 
-    def model(self, scratch: Path) -> Path:
-        """The model's folder."""
-        return Path(self.args.model_path)
-
-    def flags(self) -> list[str]:
-        """What every server is started with."""
-        return []
-
-    def environment(self) -> dict[str, str]:
-        """Variables that the servers are started with."""
-        return {}
+    def serve(self, scratch: Path) -> tuple[Path, list[str], dict[str, str]]:
+        """The model's folder, and the flags and variables that every server is started with."""
+        return Path(self.args.model_path), [], {}
 
     def made(self, states: Sequence[Row]) -> Row | None:
         """What a server says of its inputs, from ``internal_states`` of its `/server_info`; None of a checkpoint's."""
@@ -151,18 +142,9 @@ def _captured(phase: Row | None) -> bool:
 
 
 def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, interval: int, scratch: Path) -> dict[str, Any]:
-    """Have SGLang's client send a batch, and prove what was measured.
+    """Have SGLang's client send a batch, and prove what was measured; refused if a request failed, or the proof does.
 
-    Args:
-        args: the command line.
-        side: the server.
-        cell: the batch.
-        run: number of this run; the prefix cache is flushed before the first one.
-        interval: tokens between the sparse server's rectifications; 0 for never.
-        scratch: folder for the client's files.
-
-    Raises:
-        EvaluationError: the client or a request failed, or the counters do not show what they should.
+    The prefix cache is flushed before the first run; the sparse server rectifies every `interval` tokens, 0 for never.
     """
     sizes = {"output_length": args.output_length, "prompts": cell.batch, "concurrency": cell.batch}
     asked = argparse.Namespace(base_url=side.url, seed=args.seed, **sizes)
@@ -213,12 +195,7 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Row) -> None
         return
     # The client's warm-up request, and the first ones of a batch, may be too few to run sparse.
     require_sparse(cell.name, {**counts, "dense_fallback_rows": 0}, rectifying=config.get("rectify_interval", 0) > 0)
-    share = dense_rows(counts) or 0.0
-    if share > MAX_DENSE_ROWS:
-        raise EvaluationError(
-            f"{share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the sparse server "
-            "with lower min_seq_len and crossover_tokens"
-        )
+    require_few_dense(cell.name, counts)
 
 
 def decode_sparsity(config: Row, counts: Mapping[str, int]) -> dict[str, Any]:
@@ -251,9 +228,7 @@ def whole_periods(chunks: Sequence[Chunk], period: int) -> Sequence[Chunk]:
 def decode_figures(streams: Sequence[Stream], period: int = 1) -> dict[str, Any]:
     """Times of a batch, in seconds.
 
-    Args:
-        streams: the answers.
-        period: count a multiple of so many tokens, so that no part of an interval between rectifications weighs more.
+    A multiple of `period` tokens counts, so that no part of an interval between rectifications weighs more.
 
     Returns:
         Per request: ``ttft``, time to the first token; ``tpot``, mean time per token within the shared window;

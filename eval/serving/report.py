@@ -26,13 +26,7 @@ Row = Mapping[str, Any]
 
 
 class Point(NamedTuple):
-    """A time per output token.
-
-    Attributes:
-        context: tokens of each prompt.
-        seconds: the median of the runs, or the limit.
-        low, high: range of the runs, in seconds; of the limit both are ``seconds``.
-    """
+    """A time per output token at a context in tokens: the median of the runs and their range, or the limit; seconds."""
 
     context: int
     seconds: float
@@ -47,11 +41,7 @@ Lines = dict[str, list[Point]]
 def curves(rows: Sequence[Row]) -> dict[int, Lines]:
     """The lines of each batch size: "dense", further dense servers by name, and "sparse".
 
-    Args:
-        rows: of the file: header, ``server`` rows, and ``summary`` rows of task "serving" (seconds).
-
-    Raises:
-        EvaluationError: no cell was measured on both servers.
+    They are those of the ``summary`` rows of task "serving"; refused where no cell was measured on both servers.
     """
     cells = [row for row in rows if row["kind"] == "summary" and row["task"] == "serving"]
     if not cells:
@@ -84,8 +74,7 @@ def plot_times(
         rows: see `curves`.
         stem: path without a suffix.
         panels: lines by batch size; by default those of `curves`. A line called `LIMIT` is dashed.
-        cells: those of the rows that `draw_below` draws.
-        draw_below: draws cells of one batch size below its panel, with the colours of the servers.
+        cells: rows that `draw_below` draws, those of one batch size below its panel, in the colours of the servers.
     """
     from matplotlib.figure import Figure
 
@@ -213,8 +202,7 @@ def _title(rows: Sequence[Row], said: Sequence[str]) -> str:
 def draw(path: Path, stem: Path, times: Callable[[Sequence[Row], Path], object] = plot_times) -> None:
     """What a file has: time per token or first tokens as ``stem``; of both, the latter with ``-first-token`` behind it.
 
-    Raises:
-        EvaluationError: it cannot be read, another command wrote it, or there is neither.
+    Refused if another command wrote it, or there is neither.
     """
     rows = rows_of(path, COMMAND)
     tasks = {row["task"] for row in rows if row["kind"] == "summary"}

@@ -10,11 +10,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import UUID
 
 from eval.live.tokens import Tokens
 from eval.texts.haystacks import haystack, share
-from eval.texts.text import FORMS, hide
+from eval.texts.text import FORMS, hide, random_uuid
 
 SAMPLE = 64
 LEAST_NUMBERS = 16
@@ -62,19 +61,15 @@ def _hidden(record: str, filling: int, depth: float, tokens: Tokens) -> str:
 
 def kv_retrieval(rng: random.Random, filling: int, depth: float, index: int, tokens: Tokens) -> Made:
     """A JSON object of UUIDs, one value asked for."""
-    key, value, seed = _uuid(rng), _uuid(rng), rng.random()
+    key, value, seed = random_uuid(rng), random_uuid(rng), rng.random()
 
     def text(pairs: int) -> str:
         others = random.Random(seed)
-        found = [(_uuid(others), _uuid(others)) for _ in range(pairs)]
+        found = [(random_uuid(others), random_uuid(others)) for _ in range(pairs)]
         found.insert(round(depth * pairs), (key, value))
         return json.dumps(dict(found))
 
     return Made(padded(text, filling, tokens), FORMS["json"].question(key), [value])
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(UUID(int=rng.getrandbits(128), version=4))
 
 
 def code_run(rng: random.Random, filling: int, depth: float, index: int, tokens: Tokens) -> Made:
@@ -91,11 +86,7 @@ def code_run(rng: random.Random, filling: int, depth: float, index: int, tokens:
 
 
 def functions(count: int, levels: int, seed: float) -> tuple[str, tuple[int, int]]:
-    """Source of `count` functions on so many levels.
-
-    Returns:
-        The source, and the number of the function to call with what it adds to its argument in the end.
-    """
+    """Source of `count` functions on so many levels, and the number of the one to call with what it adds in the end."""
     rng = random.Random(seed)
     numbers = rng.sample(range(1, 2 * count + 1), count)
     added = {number: rng.randint(*ADDED) for number in numbers}
@@ -181,11 +172,7 @@ def expression(count: int, seed: float) -> str:
 def padded(text: Callable[[int], str], filling: int, tokens: Tokens, mark: str = "") -> str:
     """The text of as many parts as `filling` tokens have room for, after a line of noise of what is left.
 
-    Args:
-        text: makes a text with so many parts that could be left out.
-        filling: tokens on top of the text with none.
-        tokens: the tokenizer.
-        mark: what the line of noise begins with.
+    `text` makes a text of a number of optional parts; the line of noise begins with `mark`.
     """
 
     def size(parts: int) -> int:

@@ -120,11 +120,7 @@ def parsed(data: bytes, where: str) -> Any:
 
 
 def require(row: Any, fields: Fields, where: str) -> None:
-    """Refuse a row without the fields.
-
-    Raises:
-        EvaluationError: begins with `where`, names the field, what it is and what it should be.
-    """
+    """Refuse a row without the fields: by `where`, the field, what it is and what it should be."""
     if not isinstance(row, dict):
         raise EvaluationError(f"{where}: wanted a JSON object, got {type(row).__name__}")
     for name, kind in fields.items():
@@ -277,27 +273,12 @@ class LocalSuite(Suite):
 
 
 def ask(tokens: Tokens, text: str, chat: bool, most: int | None = None) -> list[int]:
-    """Token ids of a prompt; one that is too long loses its middle, half of what is kept coming from each end.
+    """Token ids of a prompt; one of more than `most` loses its middle, half of what is kept coming from each end.
 
-    That is the truncation of LongBench and InfiniteBench. They count the text alone; here the chat template
-    counts too, so that the prompt has the promised size.
-
-    Args:
-        tokens: the tokenizer.
-        text: what is asked.
-        chat: in the user's turn of the chat template; otherwise as a raw prompt.
-        most: tokens of the whole prompt; all if None.
-
-    Raises:
-        EvaluationError: `most` has no room for any text.
+    That is the truncation of LongBench and InfiniteBench. They count the text alone; here the chat template counts too,
+    so that the prompt has the promised size. Refused if `most` has no room for any text.
     """
-
-    def whole(content: str) -> list[int]:
-        if chat:
-            return tokens.chat([{"role": "user", "content": content}])
-        return [*tokens.start(), *tokens.encode(content)]
-
-    prompt = whole(text)
+    prompt = tokens.prompt(text, chat)
     if most is None or len(prompt) <= most:
         return prompt
     ids = tokens.encode(text)
@@ -306,7 +287,7 @@ def ask(tokens: Tokens, text: str, chat: bool, most: int | None = None) -> list[
         half = keep // 2
         if half < 1:
             break
-        prompt = whole(tokens.decode(ids[:half]) + tokens.decode(ids[-half:]))
+        prompt = tokens.prompt(tokens.decode(ids[:half]) + tokens.decode(ids[-half:]), chat)
         if len(prompt) <= most:
             return prompt
         # Text that is cut and put together again may take another number of tokens.

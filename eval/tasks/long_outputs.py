@@ -87,12 +87,9 @@ NOISE = Setting("noise", sparse=False)
 
 
 def checkpoints_of(kind: str, wanted: Sequence[int] | None, tokens: int) -> list[int]:
-    """The ends of the checkpoints of a text, ascending, within an output of `tokens` tokens.
+    """The ends of the checkpoints of a text, ascending; refused if one is not within an output of `tokens` tokens.
 
     Without any wanted they are doubled from ``FIRST_CHECKPOINT`` on, and `tokens` itself is the last.
-
-    Raises:
-        EvaluationError: one is not within the output.
     """
     if wanted is None:
         first = FIRST_CHECKPOINT[kind]
@@ -108,10 +105,8 @@ def make_settings(
 ) -> list[Setting]:
     """The settings of a run: noise, then for each ratio never rectified and every interval.
 
-    Without ratios it is the server's own, and its own interval is beside those wanted.
-
-    Raises:
-        EvaluationError: the method has no such field, or an interval never falls into an output.
+    Without ratios it is the server's own, and its own interval is beside those wanted. Refused if the method has no
+    such field, or an interval never falls into an output.
     """
     if ratios and "active_ratio" not in config:
         raise EvaluationError("--ratios: the server's method has no active_ratio")
@@ -146,11 +141,7 @@ def make_outputs(
     encode: Callable[[str], Sequence[int]],
     generate: Generate,
 ) -> list[Output]:
-    """The outputs of a text.
-
-    Raises:
-        EvaluationError: the books are too short, or an output has no room for the records.
-    """
+    """The outputs of a text; refused if the books are too short, or an output has no room for the records."""
     if kind == "book":
         windows = make_windows(books, args.prompt_length, args.n, args.seed)
         said = generate([window.tokens for window in windows], checkpoints[-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import string
-import uuid
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from eval.live.tokens import Tokens
 from eval.texts.haystacks import ExactHaystack, Make, Question, draw_apart, join_names, spaced
-from eval.texts.text import NOISE, RULER_INTROS, hide, random_number, sentences, unique_keys
+from eval.texts.text import NOISE, RULER_INTROS, hide, random_number, random_uuid, sentences, unique_keys
 
 COMMON = 10
 SHORT = 4096
@@ -192,7 +191,7 @@ NEEDLE_TASKS: dict[str, NeedleTask] = {
 _MAKE: dict[str, Make] = {
     "word": adjective_noun,
     "number": random_number,
-    "uuid": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+    "uuid": random_uuid,
 }
 
 
@@ -201,12 +200,7 @@ def needle_question(
 ) -> Question:
     """A question for the values of some keys.
 
-    Args:
-        task: which.
-        rng: draws keys, values and places.
-        length: tokens for which there must be needles to fill the text with.
-        essays: filled with from its beginning, as RULER does, and used by "essays" only.
-        tokens: the tokenizer.
+    There are needles to fill `length` tokens with. "essays" are filled with from their beginning, as RULER does.
     """
     parts = (task.keys, _MAKE[task.key]), (task.keys * task.values, _MAKE[task.value])
     keys, values = draw_apart(rng, *parts, essays if task.haystack == "essays" else ())
@@ -267,10 +261,7 @@ def noise_lines(filling: int, tokens: Tokens) -> list[str]:
 def among(lines: Sequence[str], records: Sequence[str], places: Sequence[float]) -> list[str]:
     """Lines with records before some of them, at most one before each where there are enough.
 
-    Args:
-        lines: the text.
-        records: what is put in.
-        places: of each record, 0 (the beginning) to below 1.
+    The place of a record is from 0 (the beginning) to below 1.
     """
     whole, free = list(lines), max(0, len(lines) - len(records) + 1)
     order = sorted(range(len(records)), key=places.__getitem__)

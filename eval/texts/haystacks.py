@@ -14,7 +14,7 @@ from eval.live.client import list_of, positive
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
 from eval.texts.lengths import length
-from eval.texts.text import NOISE, Haystack, sentences, unique_keys, words
+from eval.texts.text import NOISE, sentences, unique_keys, words
 from eval.texts.windows import BOOK, book_text
 
 KINDS = ("books", "noise", "repeated")
@@ -22,12 +22,10 @@ KINDS = ("books", "noise", "repeated")
 Make = Callable[[random.Random], str]
 
 
-class ExactHaystack(Haystack):
-    """A haystack whose texts have the wanted size in tokens, not just at most that.
+class ExactHaystack:
+    """Sentences from which texts are drawn that have the wanted size in tokens, not just at most that.
 
-    Args:
-        parts: sentences, or whatever else the text consists of.
-        count: sizes of parts in tokens, with what stands between two of them.
+    The parts may be other than sentences; `count` gives their sizes in tokens, with what stands between two of them.
     """
 
     def __init__(self, parts: Sequence[str], count: Callable[[Sequence[str]], list[int]]) -> None:

@@ -4,11 +4,7 @@ import argparse
 
 
 def length(text: str) -> int:
-    """Tokens, such as "4096" or "4k" (k = 1024).
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither.
-    """
+    """Tokens, such as "4096" or "4k" (k = 1024); an ``ArgumentTypeError`` if it is neither."""
     digits = text.strip().lower()
     digits, factor = (digits[:-1], 1024) if digits.endswith("k") else (digits, 1)
     if not digits.isdecimal() or not int(digits):

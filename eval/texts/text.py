@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from uuid import UUID
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 ASSISTANT = f"{IM_START}assistant\n"
@@ -45,8 +46,7 @@ _PASS_KEY = "The pass key is {value}. Remember it. {value} is the pass key."
 class Form:
     """One way to hide a value and to ask for it; templates use the fields key and value.
 
-    Attributes:
-        chat: asked through the chat template; otherwise a raw prompt that ends in the question.
+    It is asked through the chat template, or is a raw prompt that ends in the question.
     """
 
     name: str
@@ -95,6 +95,11 @@ def random_number(rng: random.Random, digits: int = 7) -> str:
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
+def random_uuid(rng: random.Random) -> str:
+    """A UUID of version 4."""
+    return str(UUID(int=rng.getrandbits(128), version=4))
+
+
 def unique_keys(rng: random.Random, count: int, make: Callable[[random.Random], str]) -> list[str]:
     """`count` different keys made by `make`, in random order."""
     keys: dict[str, None] = {}
@@ -122,16 +127,11 @@ def sentences(text: str) -> list[str]:
 
 
 class Haystack:
-    """Sentences with their sizes in tokens, from which texts of a wanted length are drawn.
+    """Sentences of a text, taken for 1.4 tokens a word, from which texts of a wanted length are drawn."""
 
-    Args:
-        text: the book.
-        count: sizes of sentences in tokens; by default the number of words times 1.4.
-    """
-
-    def __init__(self, text: str, count: Callable[[list[str]], list[int]] | None = None) -> None:
+    def __init__(self, text: str) -> None:
         self.sentences = sentences(text)
-        self.sizes = count(self.sentences) if count else [round(1.4 * len(s.split())) for s in self.sentences]
+        self.sizes = [round(1.4 * len(s.split())) for s in self.sentences]
 
     def draw(self, rng: random.Random, budget: int) -> list[str]:
         """Consecutive sentences from a random place (the book is a ring) of at most `budget` tokens together."""
@@ -143,52 +143,20 @@ class Haystack:
         return taken
 
 
-def hide(sentences: Sequence[str], records: Sequence[str], depths: Sequence[float], joiner: str = " ") -> str:
+def hide(sentences: Sequence[str], records: Sequence[str], depths: Sequence[float]) -> str:
     """A text with records between its sentences.
 
-    Args:
-        depths: where each record goes, 0 (before the first sentence) to 1 (after the last one).
-        joiner: what stands around a record; a line break gives each its own line.
+    Each has a depth: where it goes, 0 (before the first sentence) to 1 (after the last one).
     """
-    if len(records) != len(depths):
-        raise ValueError(f"each record needs a depth: got {len(records)} records and {len(depths)} depths")
-    order = sorted(range(len(records)), key=lambda i: depths[i])
     pieces, at = [], 0
-    for i in order:
-        upto = round(depths[i] * len(sentences))
-        if upto > at:
-            pieces.append(" ".join(sentences[at:upto]))
-        pieces.append(records[i])
-        at = max(at, upto)
-    if at < len(sentences):
-        pieces.append(" ".join(sentences[at:]))
-    return joiner.join(pieces)
+    for depth, record in sorted(zip(depths, records, strict=True), key=lambda pair: pair[0]):
+        upto = max(at, round(depth * len(sentences)))
+        pieces += [*sentences[at:upto], record]
+        at = upto
+    return " ".join([*pieces, *sentences[at:]])
 
 
-def messages(haystack: str, turns: Sequence[tuple[str, str]], question: str) -> list[dict[str, str]]:
-    """Chat messages: earlier (question, answer) turns and the open question; the first turn carries the haystack."""
-    asked = [*(q for q, _ in turns), question]
-    asked[0] = f"{haystack}\n{asked[0]}"
-    chat = []
-    for i, content in enumerate(asked):
-        chat.append({"role": "user", "content": content})
-        if i < len(turns):
-            chat.append({"role": "assistant", "content": turns[i][1]})
-    return chat
-
-
-def chat_text(chat: Sequence[dict[str, str]]) -> str:
-    """What the chat template makes of messages, up to where the answer begins."""
-    return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in chat) + ASSISTANT
-
-
-def prompt_text(form: Form, haystack: str, question: str, turns: Sequence[tuple[str, str]] = ()) -> str:
-    """The whole prompt as text: of a chat form through the template, of a completion form raw."""
-    if form.chat:
-        return chat_text(messages(haystack, turns, question))
-    return "\n".join([haystack, *(q + a + IM_END for q, a in turns), question])
-
-
-def exact_match(output: str, answer: str) -> bool:
-    """Whether an output is the answer, spaces around both apart."""
-    return output.strip() == answer.strip()
+def prompt_text(form: Form, haystack: str, question: str) -> str:
+    """The whole prompt as text: of a chat form by the tiny models' chat template, of a completion form raw."""
+    text = f"{haystack}\n{question}"
+    return f"{IM_START}user\n{text}{IM_END}\n{ASSISTANT}" if form.chat else text

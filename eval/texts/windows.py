@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, length: int, concurrency: int
 def read_tokens(books: Sequence[str | Path] | None, encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:
     """The token ids of each book, or of all of a folder, by its name; without any, of the book of this project.
 
-    Raises:
-        EvaluationError: two have the same name, or one is not readable.
+    Refused if two have the same name, or one is not readable.
     """
     texts: dict[str, str] = {}
     for path in map(Path, books or [BOOK]):
@@ -112,15 +111,8 @@ def make_windows(
 def windows_anywhere(books: Mapping[str, Sequence[int]], length: int, count: int, seed: int) -> list[Window]:
     """Windows that may overlap, for texts of which nothing of the book is judged.
 
-    Args:
-        books: name -> token ids.
-        length: tokens of a window.
-        count: how many; each begins anywhere in any of the books that are long enough, with equal chance. More of them
-            begin with the same.
-        seed: of the draw.
-
-    Raises:
-        EvaluationError: no book is long enough.
+    Each begins anywhere in any of the books (name -> token ids) that are long enough, with equal chance. A larger
+    `count` begins with the same windows. Refused where no book is long enough.
     """
     places = {name: len(ids) - length + 1 for name, ids in books.items() if len(ids) >= length}
     if not places:
@@ -140,14 +132,10 @@ def with_repetition(window: Window, prompt: int, seed: int) -> Window:
     """The window with its last ``CUE + SCORED`` tokens replaced by ones that stand earlier in it.
 
     The passage is ``SCORED`` tokens long. It begins anywhere, with equal chance, from token ``CUE`` on, and ends within
-    the first 80 % of the window and within the prompt. The ``CUE`` tokens before it are repeated with it, so that its
-    repetition can be recognised before the first scored token; they are not scored. All else stays natural text. With
-    a suffix shorter than ``CUE + SCORED`` the first tokens of the cue belong to the prompt.
-
-    Args:
-        window: natural text.
-        prompt: its first so many tokens are prefilled.
-        seed: of the draw; each window of each book draws for itself.
+    the first 80 % of the window and within the prompt, its first `prompt` tokens. The ``CUE`` tokens before it are
+    repeated with it, so that its repetition can be recognised before the first scored token; they are not scored. All
+    else stays natural text. With a suffix shorter than ``CUE + SCORED`` the first tokens of the cue belong to the
+    prompt. Each window of each book draws for itself.
 
     Raises:
         EvaluationError: no passage fits.

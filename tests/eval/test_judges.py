@@ -23,20 +23,18 @@ from eval.tasks import judge_commands
 from eval.tasks.judge_commands import (
     TASKS,
     Target,
-    gsm8k_task,
-    lm_eval_command,
-    reach,
-    require_lm_eval,
-    ruler_groups,
-    run_judge,
-    serving_command,
-)
-from eval.tasks.judge_rows import (
     agreement,
     difference_interval,
     gsm8k_items,
+    gsm8k_task,
+    lm_eval_command,
+    reach,
     read_samples,
+    require_lm_eval,
+    ruler_groups,
     ruler_items,
+    run_judge,
+    serving_command,
     serving_rows,
     unmatched,
 )
@@ -90,18 +88,22 @@ def test_cwe_is_left_out_where_it_would_be_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "lengths", "message"),
+    ("arguments", "message"),
     [
-        (["vt"], [4096], "--tasks vt: allowed are niah_single_1"),
-        (["niah_single_2"], [4096], "--tasks niah_single_2: allowed"),
-        (["ruler_vt"], [1024], r"--lengths: got \[1024\], allowed are 4096, 8192"),
-        (["ruler_vt"], [], "--lengths: got none"),
-        (["ruler_cwe"], [4096], "ruler_cwe needs --lengths of 8192 or more, got 4096"),
+        (["--tasks", "vt"], "--tasks: got vt, allowed: niah_single_1"),
+        (["--tasks", "niah_single_2"], "--tasks: got niah_single_2, allowed:"),
+        (["--lengths", "1024"], "--lengths: got 1024, allowed: 4096, 8192"),
+        (["--lengths", ""], "--lengths: got none"),
     ],
 )
-def test_wrong_tasks_and_lengths_are_refused(tasks: list[str], lengths: list[int], message: str) -> None:
-    with pytest.raises(EvaluationError, match=message):
-        ruler_groups(tasks, lengths)
+def test_wrong_tasks_and_lengths_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        judges.main(["ruler", "--base-url", "u", "--out", "x.jsonl", *arguments])
+    assert message in capsys.readouterr().err
+    with pytest.raises(EvaluationError, match="ruler_cwe needs --lengths of 8192 or more, got 4096"):
+        ruler_groups(["ruler_cwe"], [4096])
 
 
 def test_the_line_of_lm_eval(target: Target) -> None:

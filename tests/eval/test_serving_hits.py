@@ -8,7 +8,7 @@ from serving_stubs import FakeServer, install_client
 
 from eval import bench_serving, report
 from eval.live.record import read_rows
-from eval.serving import prefix_hits
+from eval.serving.first_token import summarise_hits
 
 K = 1024
 
@@ -82,11 +82,11 @@ def item(arm: str, ttft: list[float], in_turn: bool = True) -> dict[str, Any]:
 
 def test_an_interval_needs_pairs() -> None:
     mine, theirs = [1.0, 2.0, 4.0, 3.0], [2.0, 4.0, 8.0, 6.0]
-    (row,) = prefix_hits.summarise([item("sparse", mine), item("dense", theirs)])
+    (row,) = summarise_hits([item("sparse", mine), item("dense", theirs)])
     # Every pair says the same, however far apart the pairs are.
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] == (0.5, 0.5)
-    (row,) = prefix_hits.summarise([item("sparse", mine, in_turn=False), item("dense", theirs, in_turn=False)])
+    (row,) = summarise_hits([item("sparse", mine, in_turn=False), item("dense", theirs, in_turn=False)])
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] is None
-    (row,) = prefix_hits.summarise([item("sparse", [1.0]), item("dense", [2.0])])
+    (row,) = summarise_hits([item("sparse", [1.0]), item("dense", [2.0])])
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] is None
-    assert prefix_hits.summarise([item("sparse", mine)]) == prefix_hits.summarise([]) == []
+    assert summarise_hits([item("sparse", mine)]) == summarise_hits([]) == []

@@ -116,21 +116,15 @@ class GeneratedInputs(Inputs):
         """The file of the recall without the folders of this machine."""
         return {"recall_from": self.args.recall_from.name if self.args.recall_from else None}
 
-    def model(self, scratch: Path) -> Path:
-        """The model's folder, written for a shape."""
-        return model_shapes.write(self.args.shape, scratch) if self.args.shape else super().model(scratch)
-
-    def flags(self) -> list[str]:
-        """What makes a server generate its inputs, and load no weights of a shape."""
-        given = json.dumps({"structured_inputs": self.args.structured})
-        flags = [] if self.args.structured is None else ["--json-model-override-args", given]
-        return flags + (["--load-format", "dummy"] if self.args.shape else [])
-
-    def environment(self) -> dict[str, str]:
-        """The path of the plugin that generates inputs."""
-        if self.args.structured is None:
-            return {}
-        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER), str(ROOT), os.environ.get("PYTHONPATH")]))}
+    def serve(self, scratch: Path) -> tuple[Path, list[str], dict[str, str]]:
+        """The folder, written for a shape without weights; flags and variables make a server generate its inputs."""
+        shape, flags, environment = self.args.shape, list[str](), dict[str, str]()
+        folder = model_shapes.write(shape, scratch) if shape else Path(self.args.model_path)
+        if self.args.structured is not None:
+            flags = ["--json-model-override-args", json.dumps({"structured_inputs": self.args.structured})]
+            paths = filter(None, [str(SERVER), str(ROOT), os.environ.get("PYTHONPATH")])
+            environment = {"PYTHONPATH": os.pathsep.join(paths)}
+        return folder, flags + (["--load-format", "dummy"] if shape else []), environment
 
     def made(self, states: Sequence[Row]) -> Row | None:
         """What the server says of its generated inputs; None where none were asked for.

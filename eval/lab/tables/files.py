@@ -17,7 +17,7 @@ from eval.lab.tables.weights import weights
 from eval.live.client import FAILURES
 from eval.live.record import read_finished, read_rows, result_files
 from eval.scores.tables import Column, Row, bounds, length, number, percent, table, text
-from eval.tasks.judge_rows import agreement
+from eval.tasks.judge_commands import agreement
 
 
 def kernels(path: Path, only: str = "") -> str:
