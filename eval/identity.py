@@ -24,7 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval.live.client import FAILURES, LiveServer, generate
+import httpx
+
+from eval.live.client import FAILURES, LiveServer, generate, positive
 from eval.live.counters import EvaluationError, moved, require_dense
 from eval.live.record import Record, read_finished
 from eval.scores.stats import TOP, gap_change, is_same, kl
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     noise = noise_of(args.noise_from) if args.noise_from else 0.0
     with contextlib.ExitStack() as stack:
         urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
-        sparse, dense, other = servers = [stack.enter_context(LiveServer(url)) for url in urls]
+        sparse, dense, other = servers = [stack.enter_context(LiveServer(url, timeout=600)) for url in urls]
         facts = dict(zip(("sparse", "dense", "noise"), [server.facts() for server in servers], strict=True))
         before = facts["sparse"]["sparse"]
         if before is None:
@@ -105,9 +107,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             noise = max(compare(*pair)["gap_change"] for pair in zip(answers, others, strict=True))
         if facts["dense"]["sparse"] is not None:
             require_dense_kernels(moved(facts["dense"]["sparse"], dense.facts()["sparse"]))
-        rows = [compare(*pair) for pair in zip(answers, sparse.each(generate, plain, "sparse"), strict=True)]
-        for row in rows:
+
+        async def work(client: httpx.AsyncClient, asked: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+            row = compare(asked[1], await generate(client, asked[0]))
             record.add("prompt", **row)
+            return row
+
+        rows = sparse.each(work, list(zip(plain, answers, strict=True)), "sparse")
         summary = summarise(rows, before, sparse.facts()["sparse"], noise)
         record.add("summary", prompts=args.prompts, tokens=args.tokens, noise=noise, **summary)
     return summary
@@ -120,8 +126,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare-url", required=True, help="the dense server")
     parser.add_argument("--compare-custom-params", type=json.loads, metavar="JSON", help="of requests to that one")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=positive, default=100)
+    parser.add_argument("--tokens", type=positive, default=64)
     noise = parser.add_mutually_exclusive_group()
     noise.add_argument("--noise-url", help="a second dense server, with another attention backend")
     noise.add_argument("--noise-from", type=Path, metavar="FILE", help="another run's file, which measured the noise")

@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from eval import identity
 from eval.identity import noise_of, summarise
+from eval.live.client import LiveServer
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
+from eval.live.record import read_rows
 
 # Of the first nothing is sparse, of the second 8 tokens; the third is cached beyond the position that is dense.
 EQUAL = [
@@ -81,3 +85,39 @@ def test_the_noise_of_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(EvaluationError, match=message):
             noise_of(written(*given))
+
+
+ASKED = ["--base-url", "http://sparse", "--compare-url", "http://dense", "--revision", "r", "--out"]
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: list[str] = []
+
+    async def generate(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
+        hosts.append(client.base_url.host)
+        if hosts.count("sparse") > 2:
+            raise EvaluationError("the server ended")
+        best = [[[-0.1, len(request["text"]), None], [-3.0, 0, None]]]
+        meta = {"prompt_tokens": len(hosts) % 4, "cached_tokens": 0, "output_top_logprobs": best}
+        return {"output_ids": [0], "meta_info": meta}
+
+    def facts(server: LiveServer) -> dict[str, Any]:
+        sparse = server.ask(lambda http: http.base_url.host) == "sparse"
+        return {"sparse": state(40, 10) if sparse else None}
+
+    monkeypatch.setattr(identity, "generate", generate)
+    monkeypatch.setattr(LiveServer, "facts", facts)
+    out = tmp_path / "identity.jsonl"
+    assert identity.main([*ASKED, str(out), "--prompts", "4"]) == 1
+    assert [(row["kind"], row.get("prompt_tokens")) for row in read_rows(out)] == [
+        ("header", None),
+        ("prompt", 1),
+        ("prompt", 2),
+    ]
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--tokens"])
+def test_none_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        identity.main([*ASKED, "never.jsonl", option, "0"])
+    assert f"{option}: must be at least 1, got 0" in capsys.readouterr().err
