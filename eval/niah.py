@@ -93,7 +93,7 @@ class NeedleSuite(Suite):
         """See `Suite.add_arguments`."""
         haystacks.add_arguments(parser, cls.names, "1k,2k,4k,8k", 10)
         parser.add_argument("--depths", type=list_of(percent, some=True), default="0,25,50,75,100", help="in percent")
-        parser.add_argument("--haystack", default="books", choices=haystacks.KINDS)
+        parser.add_argument("--haystack", default="books", choices=haystacks.KINDS, help="the text around the needles")
         parser.add_argument(
             "--form",
             default="chat",
@@ -110,7 +110,7 @@ class NeedleSuite(Suite):
         )
 
     def cases(self) -> list[Case]:
-        """See `Suite.cases`; a case for each length, task, depth and index."""
+        """See `Suite.cases`; a case for each length, task, depth and index, which `add_arguments` has checked."""
         args = self.args
         if args.form == PREFILLED and (several := [task for task in args.tasks if _answers(TASKS[task]) > 1]):
             raise EvaluationError(

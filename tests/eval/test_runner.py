@@ -18,6 +18,8 @@ from eval.live.record import read_rows
 from eval.live.suite import Case, Prompt, Suite
 from eval.longbench import LongBenchSuite
 from eval.math import MathSuite
+from eval.niah import NeedleSuite
+from eval.ruler import RulerSuite
 
 TOKENIZER = str(Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa")
 
@@ -75,10 +77,16 @@ def kind(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("suite", "option"),
-    [(InfiniteBenchSuite, "--templates"), (LongBenchSuite, "--version"), (MathSuite, "--samples")],
+    [
+        (InfiniteBenchSuite, "--templates"),
+        (LongBenchSuite, "--version"),
+        (MathSuite, "--samples"),
+        (NeedleSuite, "the text around the needles (default: books)"),
+        (RulerSuite, "whose texts, see above (default: lm-eval)"),
+    ],
 )
 def test_the_command_line_has_help(suite: type[Suite], option: str) -> None:
-    assert option in runner.parser_of(suite).format_help()
+    assert option in " ".join(runner.parser_of(suite).format_help().split())
 
 
 def test_any_openai_server_is_scored(server: Server, ask: Ask) -> None:

@@ -47,11 +47,29 @@ def test_a_needle_is_answered_by_the_pages_that_hold_it(
     [
         (["--statistics", "median"], "--statistics median: allowed are dense; true mass; minimum, maximum"),
         (["--ratio", "0"], "--ratio 0.0: allowed are numbers between 0 and 1"),
-        (["--tasks", "poem"], "--tasks poem: allowed are single"),
     ],
 )
 def test_bad_arguments_are_named(
     given: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert page_answers.main(["--model-path", MODEL, "--out", str(tmp_path / "a.jsonl"), *given]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--tasks", "poem"], "--tasks: got poem, allowed: single"),
+        (["--tasks", ","], "--tasks: got none, allowed: single"),
+        (["--lengths", ","], "--lengths: got none, allowed: one or more"),
+        (["--n", "0"], "--n: must be at least 1, got 0"),
+        (["--depths", ","], "--depths: got none, allowed: one or more"),
+        (["--depths", "150"], "--depths: must be a percentage from 0 to 100, got 150"),
+    ],
+)
+def test_bad_values_are_refused_by_the_parser(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        page_answers.main(["--model-path", MODEL, "--out", "a.jsonl", *given])
     assert message in capsys.readouterr().err

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from eval.lab.selection.captured_attention import load_model
 from eval.lab.selection.page_statistics import LEAST, PAGE, STATISTICS, TRUE
-from eval.live.client import list_of
+from eval.live.client import list_of, percent, positive
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
 from eval.live.tokens import tokens
@@ -163,10 +163,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     known = [DENSE, TRUE, *STATISTICS]
     parser.add_argument("--model-path", required=True, help="folder or name of a checkpoint that transformers loads")
-    parser.add_argument("--tasks", type=list_of(str), default=["multikey_hard"], help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--lengths", type=list_of(parse_length), default=[8192], help="tokens of prompt and answer")
-    parser.add_argument("--n", type=int, default=2, help="questions of each task, length and depth")
-    parser.add_argument("--depths", type=list_of(float), default=[0, 25, 50, 75, 100], help="in percent")
+    parser.add_argument("--tasks", type=list_of(str, TASKS), default=["multikey_hard"], help=f"of {', '.join(TASKS)}")
+    lengths, depths = list_of(parse_length, some=True), list_of(percent, some=True)
+    parser.add_argument("--lengths", type=lengths, default=[8192], help="tokens of prompt and answer")
+    parser.add_argument("--n", type=positive, default=2, help="questions of each task, length and depth")
+    parser.add_argument("--depths", type=depths, default=[0, 25, 50, 75, 100], help="in percent")
     parser.add_argument("--ratio", type=float, default=0.1, help="share of the pages")
     parser.add_argument("--statistics", action="append", help=f"repeatable, of {'; '.join(known)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file; a run that was interrupted goes on")
