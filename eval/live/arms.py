@@ -147,16 +147,11 @@ def _require_sparse_decode(label: str, total: dict[str, int]) -> None:
             f"{label}: nothing of it was decoded sparse, so it says nothing about the method: start the server with "
             "lower min_seq_len, crossover_tokens and min_pages, ask longer questions, or say --expect any"
         )
-    require_few_dense(label, total, ", raise --concurrency, or say --expect any")
-
-
-def require_few_dense(label: str, total: dict[str, int], otherwise: str = "") -> None:
-    """Refuse counts of which more than a tenth of the rows was decoded dense; `otherwise` ends the advice."""
     share = dense_rows(total) or 0.0
     if share > MAX_DENSE_ROWS:
         raise EvaluationError(
             f"{label}: {share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the server "
-            f"with lower min_seq_len and crossover_tokens{otherwise}"
+            "with lower min_seq_len and crossover_tokens, raise --concurrency, or say --expect any"
         )
 
 

@@ -107,8 +107,6 @@ def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
 HIT = "prefix_hit"
 PAGES = "extend_pages_summarised"
 
-Row = Mapping[str, Any]
-
 
 def hit_steps(args: argparse.Namespace) -> int:
     """How many steps `hits` has."""

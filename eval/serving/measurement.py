@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from eval.live.arms import require_few_dense
+from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import Chunk, LiveServer, Stream
-from eval.live.counters import EvaluationError, moved, read_shares, require_sparse
+from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
 from eval.serving.grid import SERVED, Cell, dense_by_limits, grid, streams
 from eval.tasks.judge_commands import Target, reach, run_judge, serving_command, serving_rows
 
@@ -195,7 +195,12 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Row) -> None
         return
     # The client's warm-up request, and the first ones of a batch, may be too few to run sparse.
     require_sparse(cell.name, {**counts, "dense_fallback_rows": 0}, rectifying=config.get("rectify_interval", 0) > 0)
-    require_few_dense(cell.name, counts)
+    share = dense_rows(counts) or 0.0
+    if share > MAX_DENSE_ROWS:
+        raise EvaluationError(
+            f"{share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the sparse server "
+            "with lower min_seq_len and crossover_tokens"
+        )
 
 
 def decode_sparsity(config: Row, counts: Mapping[str, int]) -> dict[str, Any]:

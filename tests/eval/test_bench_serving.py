@@ -117,13 +117,11 @@ def test_a_cell_that_does_not_fit_is_skipped(
 def test_a_cell_that_fails_does_not_hide_the_others(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("eval.live.arms.dense_rows", lambda counts: 0.5)
+    monkeypatch.setattr(measurement, "dense_rows", lambda counts: 0.5)
     status, rows = run(tmp_path, "--batch", "1", "--prefix", "0")
     assert status == 1
-    assert (
-        "sparse 1x32k is left out: 1x32k: 50% of the rows were decoded dense, allowed are 10%"
-        in capsys.readouterr().err
-    )
+    message = "sparse 1x32k is left out: 50% of the rows were decoded dense, allowed are 10%: start the sparse server"
+    assert message in capsys.readouterr().err
     assert [row["id"] for row in kind(rows, "summary")] == ["sparse/1x2k"]
 
 
