@@ -39,7 +39,7 @@ from eval.scores.tables import comparison_table
 from eval.scores.verdicts import read_folder
 from eval.serving.grid import NO_METHOD
 from eval.texts.lengths import length
-from eval.texts.windows import read_tokens
+from eval.texts.windows import read_tokens, require_books
 
 NEEDLES = "single,multikey,multivalue,multiquery"
 DEPTHS = 5
@@ -249,14 +249,14 @@ def parser_of() -> argparse.ArgumentParser:
         action="extend",
         help=f"of {', '.join(PARTS)}; with commas, or given again (default: all that judge the methods)",
     )
-    parser.add_argument("--lengths", type=list_of(length), help="tokens of the questions (default: 2k,8k)")
+    parser.add_argument("--lengths", type=list_of(length, some=True), help="tokens of the questions (default: 2k,8k)")
     parser.add_argument("--text-length", type=length, help="tokens of forced texts (default: the first of --lengths)")
     parser.add_argument(
         "--n", type=positive, help="questions of a task and length; 276 equal ones decide one point (default: 20)"
     )
     parser.add_argument("--book", type=Path, action="append", default=[], help="text file; repeat for more")
     parser.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
-    parser.add_argument("--concurrency", type=int, default=8, help="questions in flight")
+    parser.add_argument("--concurrency", type=positive, default=8, help="questions in flight")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--strict", action="store_true", help="status 1 unless a task gates and all that do are same or better"
@@ -280,6 +280,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for control in args.control:
         if "=" not in control:
             parser.error(f"--control must be NAME=URL, got {control!r}")
+    if any(not PARTS[name].suite for name in args.set or PARTS):
+        require_books(parser, args.book)
     args.text_length = args.text_length or args.lengths[0]
     args.control = [tuple(control.split("=", 1)) for control in args.control]
     return args

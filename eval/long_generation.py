@@ -44,7 +44,7 @@ from eval.scores.long_summary import plot, proven, summarise
 from eval.scores.pictures import rows_of
 from eval.scores.stats import TOP, TopTokens, kl, same_best
 from eval.tasks.long_outputs import KINDS, NOISE, Output, Setting, checkpoints_of, make_outputs, make_settings
-from eval.texts.windows import BOOK, read_tokens
+from eval.texts.windows import BOOK, read_tokens, require_books
 
 COMMAND = "eval.long_generation"
 ARGUMENTS = ("kind", "book", "prompt_length", "tokens", "n", "checkpoints", "intervals", "ratios", "seed")
@@ -213,6 +213,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of one request")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and the bootstrap")
     args = parser.parse_args(arguments)
+    require_books(parser, args.book)
     args.book = args.book or [str(BOOK)]
     if args.file is None and (args.base_url is None or args.out is None):
         parser.error("--base-url and --out are needed, or --from")

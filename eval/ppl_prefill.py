@@ -44,6 +44,7 @@ from eval.texts.windows import (
     add_arguments,
     make_windows,
     read_tokens,
+    require_books,
     windows_anywhere,
     with_records,
     with_repetition,
@@ -254,6 +255,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--least-sparsity", type=float, metavar="SHARE", help="of the pairs that must be left out")
     parser.add_argument("--bound", type=float, default=BOUND, help="largest share by which perplexity may grow")
     args = parser.parse_args(arguments)
+    require_books(parser, args.book)
     for wrong, message in (
         (args.length < 2 * SCORED, f"--length must be at least {2 * SCORED}"),
         (args.apart < 0, "--apart must be at least 0"),

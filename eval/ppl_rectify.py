@@ -45,6 +45,7 @@ from eval.texts.windows import (
     add_arguments,
     make_windows,
     read_tokens,
+    require_books,
     with_records,
     with_repetition,
 )
@@ -206,6 +207,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages, or of the mass: theta1"
     )
     args = parser.parse_args(arguments)
+    require_books(parser, args.book)
     for wrong, message in (
         (not args.file and not (args.base_url and args.out), "--base-url and --out are needed, or --from"),
         (args.file and not args.plot, "--from needs --plot"),

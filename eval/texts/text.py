@@ -113,12 +113,21 @@ def read_book(path: Path) -> str:
     return lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text(encoding="utf-8")
 
 
+def find_books(folder: Path) -> list[Path]:
+    """The ``*.txt`` and ``*.txt.xz`` files of a folder, sorted by name."""
+    if found := sorted([*folder.glob("*.txt"), *folder.glob("*.txt.xz")]):
+        return found
+    raise ValueError(f"no books: {folder} has neither *.txt nor *.txt.xz files")
+
+
+def book_name(path: Path) -> str:
+    """The name of a file without ``.txt`` or ``.txt.xz``."""
+    return path.name.removesuffix(".xz").removesuffix(".txt")
+
+
 def read_books(folder: Path) -> dict[str, str]:
-    """Name -> text of the ``*.txt`` and ``*.txt.xz`` files of a folder, sorted by name."""
-    found = sorted([*folder.glob("*.txt"), *folder.glob("*.txt.xz")])
-    if not found:
-        raise ValueError(f"no books: {folder} has neither *.txt nor *.txt.xz files")
-    return {path.name.split(".")[0]: read_book(path) for path in found}
+    """Name -> text of the books of a folder, see `find_books`."""
+    return {book_name(path): read_book(path) for path in find_books(folder)}
 
 
 def sentences(text: str) -> list[str]:

@@ -12,7 +12,17 @@ from pathlib import Path
 
 from eval.live.client import list_of, positive
 from eval.live.counters import EvaluationError
-from eval.texts.text import FORMS, IM_END, prompt_text, random_key, random_number, read_book, read_books, unique_keys
+from eval.texts.text import (
+    FORMS,
+    IM_END,
+    book_name,
+    find_books,
+    prompt_text,
+    random_key,
+    random_number,
+    read_book,
+    unique_keys,
+)
 
 BOOK = Path(__file__).parent.parent / "data" / "white-fang.txt.xz"
 SCORED = 32
@@ -58,13 +68,26 @@ def read_tokens(books: Sequence[str | Path] | None, encode: Callable[[str], Sequ
 
     Refused if two have the same name, or one is not readable.
     """
-    texts: dict[str, str] = {}
-    for path in map(Path, books or [BOOK]):
-        found = read_books(path) if path.is_dir() else {path.name.split(".")[0]: book_text(path)}
-        if texts.keys() & found.keys():
-            raise EvaluationError("--book: two files have the same name")
-        texts |= found
-    return {name: encode(text) for name, text in texts.items()}
+    return {name: encode(book_text(path)) for name, path in book_files(books or [BOOK]).items()}
+
+
+def book_files(books: Sequence[str | Path]) -> dict[str, Path]:
+    """The file of each book, or of all of a folder, by its name; refused if two have the same."""
+    files: dict[str, Path] = {}
+    for book in map(Path, books):
+        for path in find_books(book) if book.is_dir() else [book]:
+            if other := files.get(book_name(path)):
+                raise EvaluationError(f"--book: two files have the same name, {other} and {path}")
+            files[book_name(path)] = path
+    return files
+
+
+def require_books(parser: argparse.ArgumentParser, books: Sequence[str | Path] | None) -> None:
+    """End the command if `book_files` refuses the books that it was given."""
+    try:
+        book_files(books or [])
+    except (EvaluationError, ValueError) as error:
+        parser.error(str(error))
 
 
 def book_text(path: str | Path, option: str = "--book") -> str:

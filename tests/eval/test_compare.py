@@ -191,6 +191,9 @@ def test_texts_that_the_server_decodes_dense_are_refused_first(
     assert status == 1 and "texts of 2048 tokens dense: its min_seq_len is 4096" in said.err and not calls
 
 
+SAME_BOOKS = ["--book", "a/x.txt", "--book", "b/x.txt"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -198,6 +201,9 @@ def test_texts_that_the_server_decodes_dense_are_refused_first(
         (["--base-url", "u", "--set", "nia"], "--set: got nia, allowed: niah"),
         (["--base-url", "u", "--control", "random_pages"], "NAME=URL"),
         (["--base-url", "u", "--n", "0"], "--n: must be at least 1, got 0"),
+        (["--base-url", "u", "--lengths", ","], "--lengths: got none, allowed: one or more"),
+        (["--base-url", "u", "--concurrency", "0"], "--concurrency: must be at least 1, got 0"),
+        (["--model-path", "m", *SAME_BOOKS], "--book: two files have the same name, a/x.txt and b/x.txt"),
         (["--model-path", "m", "--sparse-method", "none"], "--sparse-method none needs a --sparse-prefill-method"),
         (["--base-url", "u", "--sparse-prefill-method", "anchor"], "is for the servers that --model-path starts"),
     ],
@@ -206,6 +212,10 @@ def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], argum
     with pytest.raises(SystemExit, match="2"):
         compare.main(["--out", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_suites_alone_take_books_of_the_same_name() -> None:
+    assert len(compare.parse(["--base-url", "u", "--set", "niah,ruler", *SAME_BOOKS]).book) == 2
 
 
 LONG = ["--lengths", "8k,16k", "--text-length", "16k"]

@@ -182,10 +182,11 @@ def test_other_servers_are_refused(failure: Exception) -> None:
         (["--prompt-length", "0"], "--prompt-length: must be at least 1, got 0"),
         (["--kind", "poem"], "--kind: got poem, allowed: book, records"),
         (["--ratios", "0.1,1"], "between 0 and 1"),
+        (["--book", "a/x.txt", "--book", "b/x.txt"], "--book: two files have the same name, a/x.txt and b/x.txt"),
     ],
 )
 def test_wrong_command_lines(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         long_generation.parse(given and ["--base-url", "u", "--out", "x.jsonl", *given])
     assert message in capsys.readouterr().err
 

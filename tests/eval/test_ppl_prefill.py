@@ -99,10 +99,11 @@ def test_servers_that_prefill_dense_are_refused() -> None:
         (["--length", "63"], "--length must be at least 64"),
         (["--apart", "-1"], "--apart must be at least 0"),
         (["--bound", "0"], "--bound must be above 0"),
+        (["--book", "a/x.txt", "--book", "b/x.txt"], "--book: two files have the same name, a/x.txt and b/x.txt"),
     ],
 )
 def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         ppl_prefill.parse(["--base-url", "u", "--out", "x.jsonl", *given])
     assert message in capsys.readouterr().err
 

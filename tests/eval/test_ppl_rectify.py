@@ -169,11 +169,12 @@ def test_servers_that_would_run_dense_are_refused() -> None:
         (["--windows", "0"], "--windows"),
         (["--stride", "255"], "--stride must be at least --suffix"),
         (["--concurrency", "0"], "--concurrency"),
+        (["--book", "a/x.txt", "--book", "b/x.txt"], "--book: two files have the same name, a/x.txt and b/x.txt"),
     ],
 )
 def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ["--base-url", "http://127.0.0.1:1", "--out", "x.jsonl"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         ppl_rectify.parse(given if message.startswith(("--base", "--from")) else [*needed, *given])
     assert message in capsys.readouterr().err
 

@@ -35,8 +35,20 @@ def test_folders_are_all_their_books(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("none")
     found = read_tokens([BOOK, tmp_path], lambda text: [len(text)])
     assert list(found) == ["white-fang", "a", "b"] and found["a"] == found["b"] == [3]
-    with pytest.raises(EvaluationError, match="two files have the same name"):
-        read_tokens([BOOK, BOOK], lambda text: [len(text)])
+
+
+def test_books_are_told_apart_by_their_whole_names(tmp_path: Path) -> None:
+    for name in ("moby.1.txt", "moby.2.txt", "moby.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "moby.2.txt.xz").write_bytes(lzma.compress(b"other"))
+    first, second, third, packed = (tmp_path / f"moby{end}" for end in (".1.txt", ".2.txt", ".txt", ".2.txt.xz"))
+    found = read_tokens([third, second, first], lambda text: [len(text)])
+    assert found == {"moby": [8], "moby.2": [10], "moby.1": [10]}
+    for books in ([second, packed], [tmp_path], [first, tmp_path]):
+        with pytest.raises(EvaluationError, match="--book: two files have the same name, ") as refused:
+            read_tokens(books, lambda text: [len(text)])
+        same = (first, first) if books[0] == first else (second, packed)
+        assert str(refused.value).endswith(f"{same[0]} and {same[1]}")
 
 
 def test_windows_do_not_overlap() -> None:
