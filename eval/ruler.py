@@ -222,7 +222,7 @@ class RulerSuite(Suite):
         parser.add_argument("--essays", help="Paul Graham's essays, .txt or RULER's .json; the books otherwise")
         parser.add_argument("--squad", help="SQuAD's dev-v2.0.json, for qa_1")
         parser.add_argument("--hotpot", help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")
-        parser.add_argument("--wording", default="lm-eval", choices=tuple(WORDINGS), help="whose texts, see above")
+        parser.add_argument("--wording", default="lm-eval", choices=tuple(WORDINGS), help="of vt and cwe, see above")
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--raw", dest="chat", action="store_false", default=False, help="raw prompts, the default")
         form.add_argument("--chat", action="store_true", default=False, help="ask through the chat template")

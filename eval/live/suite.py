@@ -126,8 +126,8 @@ class Suite(ABC):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Declare what the suite can be told beside what every command knows (see `eval.live.runner`).
 
-        ``--seed`` is there already. The type of an argument checks its value, and `cases` what needs
-        several arguments or a file.
+        ``--seed`` is there already. The type of an argument checks its value, and `cases` what needs several
+        arguments or a file.
         """
 
     @abstractmethod

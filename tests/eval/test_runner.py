@@ -82,7 +82,7 @@ def kind(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         (LongBenchSuite, "--version"),
         (MathSuite, "--samples"),
         (NeedleSuite, "the text around the needles (default: books)"),
-        (RulerSuite, "whose texts, see above (default: lm-eval)"),
+        (RulerSuite, "of vt and cwe, see above (default: lm-eval)"),
     ],
 )
 def test_the_command_line_has_help(suite: type[Suite], option: str) -> None:
