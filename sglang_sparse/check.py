@@ -84,13 +84,13 @@ def _judge(arguments: list[str]) -> None:
 
 
 def _surface() -> int:
-    from sglang_sparse.hooks.table import SEAMS
+    from sglang_sparse.hooks.table import HOOKS
     from sglang_sparse.tools import sglang_surface
 
     found = sglang_surface.problems()
     for name, what in found:
         print(f"{name}: {what}")
-    asked = len(SEAMS), len(sglang_surface.imports()), len(sglang_surface.attributes())
+    asked = len(HOOKS), len(sglang_surface.imports()), len(sglang_surface.attributes())
     print(
         "SGLang {}: {} problems, of {} hooked functions, {} imports and {} attributes".format(
             installed_sglang(), len(found), *asked

@@ -5,14 +5,14 @@ import re
 import subprocess
 from pathlib import Path
 
-from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.hooks.table import HOOKS
 
 PATCHES = Path(__file__).parent.parent / "patches"
 
 
 def test_the_ledger_lists_every_seam() -> None:
     rows = re.findall(r"^\| `(sglang\.[^`]+)` \| (\w+) \| (\w+) \| (.+) \|$", (PATCHES / "README.md").read_text(), re.M)
-    assert rows == [(seam.target, seam.kind, seam.process, seam.purpose) for seam in SEAMS]
+    assert rows == [(hook.target, hook.kind, hook.process, hook.purpose) for hook in HOOKS]
 
 
 def test_every_patch_applies_to_the_installed_sglang() -> None:

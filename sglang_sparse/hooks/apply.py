@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
-from sglang_sparse.hooks.table import SEAMS, Seam
+from sglang_sparse.hooks.table import HOOKS, Hook
 
 
 @cache
@@ -27,15 +27,15 @@ def _lazy(function: str) -> Callable[..., Any]:
     return hook
 
 
-def here(seam: Seam) -> bool:
+def here(hook: Hook) -> bool:
     """Whether a hook is for this machine."""
     import torch
 
-    return seam.gpu is None or seam.gpu == torch.cuda.is_available()
+    return hook.gpu is None or hook.gpu == torch.cuda.is_available()
 
 
 @cache
-def active() -> tuple[Seam, ...]:
+def active() -> tuple[Hook, ...]:
     """Return the hooks that this machine applies when plugins are loaded.
 
     On a GPU, hooks of a single method are left out, since every server would import their modules: for DSA, SGLang's
@@ -44,23 +44,23 @@ def active() -> tuple[Seam, ...]:
     import torch
 
     later = torch.cuda.is_available()
-    return tuple(seam for seam in SEAMS if here(seam) and not (seam.method and later))
+    return tuple(hook for hook in HOOKS if here(hook) and not (hook.method and later))
 
 
-def register(seams: Sequence[Seam] | None = None) -> None:
+def register(hooks: Sequence[Hook] | None = None) -> None:
     """Register hooks with SGLang, which applies them when all plugins are loaded.
 
     Args:
-        seams: the hooks; ``active()`` if not given.
+        hooks: the hooks; ``active()`` if not given.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for seam in active() if seams is None else seams:
-        HookRegistry.register(seam.target, _lazy(seam.function), HookType[seam.kind])
+    for hook in active() if hooks is None else hooks:
+        HookRegistry.register(hook.target, _lazy(hook.function), HookType[hook.kind])
 
 
 def parameters_of(target: str) -> str:
-    """Return the parameters of a function of SGLang, hooked or not, as `Seam.parameters` has them.
+    """Return the parameters of a function of SGLang, hooked or not, as `Hook.parameters` has them.
 
     Raises:
         ImportError, AttributeError: there is no such function.
@@ -72,24 +72,24 @@ def parameters_of(target: str) -> str:
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))[1:-1]
 
 
-def verify(seams: Sequence[Seam] | None = None) -> None:
+def verify(hooks: Sequence[Hook] | None = None) -> None:
     """Verify that hooks are applied in this process, and that their functions have the expected parameters.
 
     SGLang only logs a hook that it cannot apply, and a server would then run dense or, worse, half sparse.
 
     Args:
-        seams: the hooks; ``active()`` if not given.
+        hooks: the hooks; ``active()`` if not given.
 
     Raises:
         UnsupportedSGLangError: a hook is missing or its parameters have changed; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    asked = active() if seams is None else seams
-    missing = [seam.target for seam in asked if seam.target not in HookRegistry._patched]
+    asked = active() if hooks is None else hooks
+    missing = [hook.target for hook in asked if hook.target not in HookRegistry._patched]
     if missing:
         raise UnsupportedSGLangError(f"SGLang {installed_sglang()} has moved what this hooks: {', '.join(missing)}")
-    changed = [(seam, got) for seam in asked if (got := parameters_of(seam.target)) != seam.parameters]
+    changed = [(hook, got) for hook in asked if (got := parameters_of(hook.target)) != hook.parameters]
     if changed:
-        found = "; ".join(f"{seam.target} takes ({got}), expected ({seam.parameters})" for seam, got in changed)
+        found = "; ".join(f"{hook.target} takes ({got}), expected ({hook.parameters})" for hook, got in changed)
         raise UnsupportedSGLangError(f"SGLang {installed_sglang()} has changed what this hooks: {found}")

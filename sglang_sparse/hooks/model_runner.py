@@ -16,7 +16,7 @@ from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import apply, refusals
 from sglang_sparse.hooks.layer_checks import require_layers
-from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
 
@@ -67,8 +67,8 @@ def hook_method(original: Callable[[ModelRunner], None], runner: ModelRunner) ->
 
     settings = settings_of(runner.server_args)
     name = settings.name if settings else None
-    found = tuple(seam for seam in SEAMS if seam.method and seam.method == name and apply.here(seam))
-    new = [seam for seam in found if seam.target not in HookRegistry._hooks]
+    found = tuple(hook for hook in HOOKS if hook.method and hook.method == name and apply.here(hook))
+    new = [hook for hook in found if hook.target not in HookRegistry._hooks]
     if new:
         apply.register(new)
         HookRegistry.apply_hooks()

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Seam:
+class Hook:
     """One hooked function of SGLang.
 
     Attributes:
@@ -33,8 +33,8 @@ class Seam:
     gpu: bool | None = None
 
 
-SEAMS = (
-    Seam(
+HOOKS = (
+    Hook(
         "sglang.srt.server_args.prepare_server_args",
         "argv",
         "AROUND",
@@ -42,7 +42,7 @@ SEAMS = (
         "main",
         "print a refusal on the command line as one message, with exit status 2",
     ),
-    Seam(
+    Hook(
         "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
         "server_args",
         "AROUND",
@@ -50,7 +50,7 @@ SEAMS = (
         "both",
         "switch off post-capture KV sizing, which would charge the page summaries twice",
     ),
-    Seam(
+    Hook(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "self, kvc, num_layers",
         "AFTER",
@@ -58,7 +58,7 @@ SEAMS = (
         "scheduler",
         "count the page summaries in SGLang's memory sizing",
     ),
-    Seam(
+    Hook(
         "sglang.srt.model_executor.model_runner.load_kv_cache_scales",
         "*, model, kv_cache_dtype",
         "AFTER",
@@ -66,7 +66,7 @@ SEAMS = (
         "scheduler",
         "provide the scales of --quantization-param-path in both forms that attention reads",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         "self, pre_model_load_memory",
         "AFTER",
@@ -74,7 +74,7 @@ SEAMS = (
         "scheduler",
         "leave memory free for the temporary buffers of sparse passes",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
         "self, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool",
         "AFTER",
@@ -82,7 +82,7 @@ SEAMS = (
         "scheduler",
         "allocate the page summaries next to the KV pool",
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
         "runner, full_attn_backend",
         "AROUND",
@@ -90,7 +90,7 @@ SEAMS = (
         "scheduler",
         "wrap the dense attention backend",
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
         "hf_config",
         "AFTER",
@@ -98,7 +98,7 @@ SEAMS = (
         "scheduler",
         "capture a dense and a sparse decode graph for every batch size, and choose between them for each batch",
     ),
-    Seam(
+    Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         (
             "cls, batch, model_runner, *, capture_hidden_mode=None, return_hidden_states_before_norm, "
@@ -109,7 +109,7 @@ SEAMS = (
         "scheduler",
         "decide which rows run sparse, and track how much of each request's KV is exact",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None",
         "AROUND",
@@ -117,7 +117,7 @@ SEAMS = (
         "main",
         "answer a bad field in a request's custom_params with HTTP status 400",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         (
             "self, batch, forward_batch=None, pp_proxy_tensors=None, is_verify=False, "
@@ -128,7 +128,7 @@ SEAMS = (
         "scheduler",
         "decide which rows of a decode step are rectified",
     ),
-    Seam(
+    Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
         (
             "self, forward_batch, skip_attn_backend_init=None, pp_proxy_tensors=None, reinit_attn_backend=False, "
@@ -139,7 +139,7 @@ SEAMS = (
         "scheduler",
         "run the dense extend pass over due rows, then the decode pass over the others",
     ),
-    Seam(
+    Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.sample",
         "self, logits_output, forward_batch",
         "AROUND",
@@ -147,7 +147,7 @@ SEAMS = (
         "scheduler",
         "force the output tokens that a request asks for",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         "self, batch, result",
         "AROUND",
@@ -155,7 +155,7 @@ SEAMS = (
         "scheduler",
         "rectify_on_finish: run dense passes over the tails of finished requests",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.common.release_kv_cache",
         "req, tree_cache, *, checkpoint",
         "AROUND",
@@ -163,7 +163,7 @@ SEAMS = (
         "scheduler",
         "rectify_on_finish: hold the release back until the pass is launched",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
         "self, batch",
         "AFTER",
@@ -171,7 +171,7 @@ SEAMS = (
         "scheduler",
         "rocketkv: move the kept blocks of a prompt to private pages and release the prompt",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
         "self",
         "AFTER",
@@ -179,7 +179,7 @@ SEAMS = (
         "scheduler",
         "forget the exact length of a retracted request, which is prefilled again",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
         "self, input_len",
         "AFTER",
@@ -187,7 +187,7 @@ SEAMS = (
         "scheduler",
         "sparse prefill, rocketkv: end the cached prefix where the method allows it",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         "self, req, has_chunked_req, truncation_align_size",
         "AROUND",
@@ -195,7 +195,7 @@ SEAMS = (
         "scheduler",
         "sparse prefill, rocketkv: end a request's first chunk where the method allows it",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
         "self, req",
         "AROUND",
@@ -203,7 +203,7 @@ SEAMS = (
         "scheduler",
         "sparse prefill, rocketkv: the same for further chunks",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
         "self, req, *, up_to, **kwargs",
         "AROUND",
@@ -211,7 +211,7 @@ SEAMS = (
         "scheduler",
         "sparse prefill: insert only complete groups into the radix tree",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix",
         "self, params",
         "AROUND",
@@ -219,7 +219,7 @@ SEAMS = (
         "scheduler",
         "sparse prefill: keep prompts that differ within a group from sharing any of it",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
         "self, params",
         "AROUND",
@@ -227,7 +227,7 @@ SEAMS = (
         "scheduler",
         "the same for inserts into the tree; check_exactness: record them",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
         "self",
         "AROUND",
@@ -235,7 +235,7 @@ SEAMS = (
         "scheduler",
         "insert only exact KV into the radix tree",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.common._release_overallocated_kv_indices",
         "req, start_p, end_p, tree_cache",
         "AROUND",
@@ -243,7 +243,7 @@ SEAMS = (
         "scheduler",
         "free the approximate tail of a finished request",
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native",
         "self, *args, **kwargs",
         "AROUND",
@@ -253,7 +253,7 @@ SEAMS = (
         "dsa",
         gpu=False,
     ),
-    Seam(
+    Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "self",
         "AROUND",
@@ -264,7 +264,7 @@ SEAMS = (
             "install the hooks below, for DSA only"
         ),
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
         "self, x, q_lora, positions, forward_batch, layer_id, return_indices=True, use_cuda_graph=True",
         "AROUND",
@@ -274,7 +274,7 @@ SEAMS = (
         "dsa",
         gpu=True,
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.dsa.dsa_indexer_metadata.DSAIndexerMetadata.topk_transform",
         (
             "self, logits, topk, ks=None, cu_seqlens_q=None, ke_offset=None, batch_idx_list=None, "
@@ -287,7 +287,7 @@ SEAMS = (
         "dsa",
         gpu=True,
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.dsa.utils.resolve_paged_mqa_logits_metadata_fn",
         "",
         "AFTER",
@@ -297,7 +297,7 @@ SEAMS = (
         "dsa",
         gpu=True,
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._build_topk_v2_plan",
         "self, seqlens_expanded",
         "AROUND",
@@ -307,7 +307,7 @@ SEAMS = (
         "dsa",
         gpu=True,
     ),
-    Seam(
+    Hook(
         "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang",
         "self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale",
         "AROUND",
@@ -316,7 +316,7 @@ SEAMS = (
         "DSA: attend to the chosen tokens",
         "dsa",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
         "*, model_config, kv_cache_dtype",
         "AROUND",
@@ -325,7 +325,7 @@ SEAMS = (
         "DSA: keep scales of float8 latents in the KV pool when the portable attention replaces a backend without them",
         "dsa",
     ),
-    Seam(
+    Hook(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._write_mla_kv_buffer",
         "self, dst_buffer, loc, cache_k_nope, cache_k_rope",
         "AROUND",
@@ -334,7 +334,7 @@ SEAMS = (
         "DSA: write float8 latents, which SGLang does on GPUs that have float8",
         "dsa",
     ),
-    Seam(
+    Hook(
         "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution",
         "view",
         "AROUND",
@@ -343,7 +343,7 @@ SEAMS = (
         "DSA on a GPU: allow float8 latents with the backend that the portable attention replaces",
         gpu=True,
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",
         "self",
         "AFTER",
@@ -351,7 +351,7 @@ SEAMS = (
         "scheduler",
         "check_exactness: prove by recomputation that the radix tree is exact",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
         "self",
         "AFTER",
@@ -359,7 +359,7 @@ SEAMS = (
         "scheduler",
         "tell the main process that the scheduler runs sparse",
     ),
-    Seam(
+    Hook(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
         (
             "cls, server_args, init_tokenizer_manager_func, run_scheduler_process_func, "
@@ -370,7 +370,7 @@ SEAMS = (
         "main",
         "end the start when a scheduler runs dense",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
         "self",
         "AFTER",
@@ -378,7 +378,7 @@ SEAMS = (
         "scheduler",
         "create the sparse Prometheus metrics",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
         "self, can_run_cuda_graph, running_batch=None, num_generated_tokens=0",
         "AFTER",
@@ -386,7 +386,7 @@ SEAMS = (
         "scheduler",
         "write a log line and metrics for each decode report",
     ),
-    Seam(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         "self, recv_req",
         "AFTER",

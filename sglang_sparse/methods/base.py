@@ -95,7 +95,7 @@ class DecodeMethod:
         latents: it serves MLA models as well as those that `attention` says.
         exact: what it computes is what the model was trained to do, so that its KV is exact.
         decides_on_device: `n_select` is a bound, and how many blocks a row takes is known on the device alone.
-        selects_in_model: the model chooses before it attends, where the method's seams are. `select` is never called,
+        selects_in_model: the model chooses before it attends, and the method hooks into that. `select` is never called,
             and every layer goes to the dense backend, which attends to what was chosen. Models that select by
             themselves are served by such methods only, and no request may ask to run dense.
         view_buffers: what `select`, or what takes its place, uses of the view's large buffers; others are not

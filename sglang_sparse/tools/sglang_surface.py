@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_sparse.hooks.apply import parameters_of
 from sglang_sparse.hooks.limits import COMPACT_LIMITS, FLAG_LIMITS, PREFILL_LIMITS, RECTIFY_LIMITS
-from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
 
 # Errors of looking a name up in an SGLang that this package was not written for.
@@ -77,14 +77,14 @@ def attributes() -> dict[str, str]:
 def problems() -> list[tuple[str, str]]:
     """Return what the installed SGLang lacks or has changed: dotted names with the problem."""
     found = []
-    for seam in SEAMS:
+    for hook in HOOKS:
         try:
-            got = parameters_of(seam.target)
+            got = parameters_of(hook.target)
         except FOUND_OTHERWISE as error:
-            found.append((seam.target, f"hooked by {seam.function}: {error}"))
+            found.append((hook.target, f"hooked by {hook.function}: {error}"))
             continue
-        if got != seam.parameters:
-            found.append((seam.target, f"hooked by {seam.function}: takes ({got}), expected ({seam.parameters})"))
+        if got != hook.parameters:
+            found.append((hook.target, f"hooked by {hook.function}: takes ({got}), expected ({hook.parameters})"))
     for name, path in imports().items():
         try:
             pkgutil.resolve_name(name)

@@ -28,10 +28,10 @@ from sglang_sparse.hooks.refusals import require_weights
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_gpu_machine_imports_nothing_for_methods_that_do_not_run(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    here = [seam for seam in hooks.SEAMS if seam.gpu in (None, gpu)]
-    expected = [seam for seam in here if not gpu or seam.method is None]
+    here = [hook for hook in hooks.HOOKS if hook.gpu in (None, gpu)]
+    expected = [hook for hook in here if not gpu or hook.method is None]
     assert hooks.active.__wrapped__() == tuple(expected)
-    assert "sglang.srt.model_executor.model_runner.ModelRunner.load_model" in [seam.target for seam in expected]
+    assert "sglang.srt.model_executor.model_runner.ModelRunner.load_model" in [hook.target for hook in expected]
 
 
 @pytest.mark.parametrize(("method", "config"), [("dsa", "{}"), ("resa", "{}"), (None, None)])
@@ -49,7 +49,7 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     monkeypatch.setattr(model_runner, "require_layers", lambda *_: None)
     loaded: list[list[str]] = []
     model_runner.hook_method(lambda _: loaded.append(list(hooked)), runner)
-    expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
+    expected = [hook.target for hook in hooks.HOOKS if hook.method == "dsa" and hook.gpu is not False]
     assert loaded == [expected if method == "dsa" else []]
     assert len(expected) == 7 and not any(target.endswith("forward_native") for target in expected)
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
@@ -87,12 +87,12 @@ def test_weights_that_came_with_the_load_are_judged_after_it(
     model_runner.hook_method(download, runner)
 
 
-@pytest.mark.parametrize("seam", [seam for seam in hooks.SEAMS if seam.gpu], ids=lambda seam: seam.function)
-def test_what_only_a_gpu_calls_has_the_arguments_that_its_hook_takes(seam: hooks.Seam) -> None:
-    theirs = inspect.signature(pkgutil.resolve_name(seam.target)).parameters
-    hook = pkgutil.resolve_name(f"sglang_sparse.{seam.function}")
+@pytest.mark.parametrize("hook", [hook for hook in hooks.HOOKS if hook.gpu], ids=lambda hook: hook.function)
+def test_what_only_a_gpu_calls_has_the_arguments_that_its_hook_takes(hook: hooks.Hook) -> None:
+    theirs = inspect.signature(pkgutil.resolve_name(hook.target)).parameters
+    ours = pkgutil.resolve_name(f"sglang_sparse.{hook.function}")
     # The function itself comes first.
-    mine = list(inspect.signature(hook).parameters.values())[1:]
+    mine = list(inspect.signature(ours).parameters.values())[1:]
     assert [value.default for value in mine] == [value.default for value in theirs.values()]
     named = [value.name for value in mine if value.default is not inspect.Parameter.empty]
     assert named == [name for name in theirs if name in named]
@@ -114,7 +114,7 @@ def test_sglang_refuses_float8_latents_in_one_place_which_is_hooked() -> None:
     found = [inspect.getsource(source).count(name) for source in (overrides, overrides._dsa_split_backend_resolution)]
     # In the whole file its definition, and a function that nobody calls, besides.
     assert found == [4, 2]
-    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "hooks.dsa_flags:keep_replaced_backend")
+    (hooked,) = (hook for hook in hooks.HOOKS if hook.function == "hooks.dsa_flags:keep_replaced_backend")
     assert hooked.target == f"{overrides.__name__}._dsa_split_backend_resolution"
 
 

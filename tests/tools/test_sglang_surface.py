@@ -13,7 +13,7 @@ from sglang_sparse.attention import protocols
 from sglang_sparse.check import main
 from sglang_sparse.config.versions import UnsupportedSGLangError
 from sglang_sparse.hooks import apply
-from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.methods import support
 from sglang_sparse.tools import sglang_surface
 
@@ -24,7 +24,7 @@ def test_the_installed_sglang_has_everything(capsys: pytest.CaptureFixture[str])
 
 
 def test_no_more_functions_are_hooked_than_on_sglang_0_5_17() -> None:
-    assert len({seam.target for seam in SEAMS}) <= 42 and len(SEAMS) <= 43
+    assert len({hook.target for hook in HOOKS}) <= 42 and len(HOOKS) <= 43
 
 
 def test_an_attribute_that_a_class_only_reads_is_not_its_own() -> None:
@@ -47,7 +47,7 @@ def test_a_function_that_moved_and_one_that_takes_other_parameters_are_named(mon
     assert set(found) == {f"{target}.on_idle", f"{target}.update_running_batch"}
     assert "(self, batch)" in found[f"{target}.on_idle"] and "(self)" in found[f"{target}.on_idle"]
     with pytest.raises(UnsupportedSGLangError, match=r"Scheduler\.on_idle takes \(self, batch\), expected \(self\)"):
-        apply.verify([seam for seam in SEAMS if seam.target.endswith("on_idle")])
+        apply.verify([hook for hook in HOOKS if hook.target.endswith("on_idle")])
 
 
 def test_an_import_and_an_attribute_that_are_gone_are_named(
