@@ -50,6 +50,12 @@ class SparseArgumentError(ValueError):
         super().__init__(f"{message}; {hint}" if hint else message)
         self.field, self.got, self.allowed = field, got, allowed
 
+    def reworded(self, message: str, kind: type[SparseArgumentError] | None = None) -> SparseArgumentError:
+        """Return an error with this message and the same fields; of the same kind unless another one is given."""
+        found = (kind or type(self))(message)
+        found.field, found.got, found.allowed = self.field, self.got, self.allowed
+        return found
+
 
 @contextmanager
 def within(origin: str, kind: type[SparseArgumentError] = SparseArgumentError) -> Iterator[None]:
@@ -57,10 +63,8 @@ def within(origin: str, kind: type[SparseArgumentError] = SparseArgumentError) -
     try:
         yield
     except ValueError as error:
-        found = kind(f"{origin}: {error}")
-        if isinstance(error, SparseArgumentError):
-            found.field, found.got, found.allowed = error.field, error.got, error.allowed
-        raise found from error
+        message = f"{origin}: {error}"
+        raise (error.reworded(message, kind) if isinstance(error, SparseArgumentError) else kind(message)) from error
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -184,10 +184,7 @@ def validated(
             return config_class.model_validate(given)
         except ValidationError as error:
             found = [refused_value(detail, list(config_class.model_fields)) for detail in error.errors()]
-            first, message = found[0], dict.fromkeys(map(str, found))
-            joined = SparseArgumentError("; ".join(message), field=first.field, got=first.got)
-            joined.allowed = first.allowed
-            raise joined from error
+            raise found[0].reworded("; ".join(dict.fromkeys(map(str, found)))) from error
 
 
 def refused_value(detail: ErrorDetails, fields: Sequence[str] = ()) -> SparseArgumentError:

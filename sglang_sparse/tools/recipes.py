@@ -147,8 +147,7 @@ def _refused(origin: str, error: ValidationError) -> SparseArgumentError:
             found.append(SparseArgumentError(message, field=".".join(where), got=detail["input"]))
         else:
             found.append(refused_value({**detail, "loc": (".".join(where),)}))
-    message = f"{origin}: {'; '.join(map(str, found))}"
-    return SparseArgumentError(message, field=found[0].field, got=found[0].got)
+    return found[0].reworded(f"{origin}: {'; '.join(map(str, found))}")
 
 
 def names() -> list[str]:
