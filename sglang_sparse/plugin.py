@@ -24,8 +24,10 @@ def register() -> None:
     try:
         from sglang_sparse.hooks import apply
         from sglang_sparse.hooks.server_args import add_fields
+        from sglang_sparse.scheduler.speculation import algorithm
 
         apply.register()
+        algorithm.register()
         add_fields()
     except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         if any(argument.startswith("--sparse") for argument in sys.argv[1:]):

@@ -33,6 +33,8 @@ from sglang_sparse.methods.views import BatchView
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
     from sglang_sparse.attention.dsa.indexer import IndexerBatch
     from sglang_sparse.config.settings import Settings
 
@@ -136,13 +138,14 @@ class SparseAttentionBackend(DelegatingBackend):
         select_stats = torch.zeros(sum(count_sizes(self.groups.methods)), dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)
         self._views: Views | None = None
+        self._graph_tokens = 0
         self._graph_views: Views | None = None
         self._eager_views: Views | None = None
         self._last_slots: dict[int, torch.Tensor] | None = None
         # Of the pass that runs, or ran last.
         self._planned: DecodePlan | None = None
-        # The batch size that the dense backend is prepared to capture.
-        self._captured_rows: int | None = None
+        # The mode and batch size that the dense backend is prepared to capture.
+        self._captured: tuple[ForwardMode, int] | None = None
         # The scheduler's, while a step that rectifies is launched.
         self.rectifying: object | None = None
         self.seal()
@@ -165,6 +168,10 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
+        if self._graph_tokens >= max_num_tokens:
+            # A second set of graphs, of fewer tokens: they share what is there.
+            return
+        self._graph_tokens = max_num_tokens
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         if not self._pools.layers:
             return
@@ -182,9 +189,10 @@ class SparseAttentionBackend(DelegatingBackend):
         rows, self._last_slots = forward_batch.batch_size, None
         # FlashInfer plans a replay in what it allocated last for a size. Allocating again for the second graph of a
         # size would leave the first one the plan of its capture, of a token a row.
-        if not (in_capture and self._captured_rows == rows):
+        captured = (forward_batch.forward_mode, rows)
+        if not (in_capture and self._captured == captured):
             self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
-        self._captured_rows = rows if in_capture else None
+        self._captured = captured if in_capture else None
         if in_capture:
             self._begin_capture(rows)
         else:
@@ -267,7 +275,8 @@ class SparseAttentionBackend(DelegatingBackend):
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         require_known(layer, k, kwargs, latent=self._latent)
-        if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
+        prefills = mode.is_extend_without_speculative()
+        if prefill and prefills and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
         elif decodes_sparse and mode.is_decode() and self._views is not None:
             output = self._decoding.attend(
@@ -275,7 +284,7 @@ class SparseAttentionBackend(DelegatingBackend):
             )
         else:
             output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if self.keeps and mode.is_extend():
+        if self.keeps and prefills:
             for path in self.keeps:
                 path.keep(q, layer)
         if layer.layer_id == self._decoding.last_layer:
@@ -290,6 +299,7 @@ class SparseAttentionBackend(DelegatingBackend):
             return dict.fromkeys(sizes, slots)
         if (ends := self._last_slots) is None:
             ends = self._last_slots = {size: aux_buffers.page_ends(slots, size) for size in sizes}
-            for last_slots in ends.values():
-                self.counters.add_extend(last_slots)
+            if not forward_batch.forward_mode.is_target_verify():
+                for last_slots in ends.values():
+                    self.counters.add_extend(last_slots)
         return ends

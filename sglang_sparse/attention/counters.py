@@ -54,6 +54,31 @@ class RectifyCounts:
     tail_tokens_dropped: int = 0
 
 
+@dataclass
+class DraftCounts:
+    """What rounds of lossless decoding did, counted on the host once their results are there.
+
+    Attributes:
+        rounds: verifications.
+        dense_steps: dense decode steps, where drafts would not pay.
+        drafted: tokens that were drafted, of all rows.
+        accepted: those of them that a dense pass chose, too.
+    """
+
+    rounds: int = 0
+    dense_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, steps: int, right: Sequence[int]) -> None:
+        """Count a round of ``steps`` drafts a row, of which ``right[row]`` were accepted."""
+        self.rounds += steps > 0
+        self.dense_steps += steps == 0
+        self.drafted += steps * len(right)
+        # What follows the drafts of a verification is no draft, though it may be right.
+        self.accepted += sum(min(steps, count) for count in right)
+
+
 class Counters:
     """Counts since the server started. A *row* is one request in one decode pass; a *layer row* that in one layer.
 
@@ -70,6 +95,7 @@ class Counters:
 
     Attributes:
         rectify: what rectification did.
+        drafts: what rounds of lossless decoding did.
         aux_bytes: bytes of the page summaries on this rank.
         sparse_layers: layers that run sparse.
         index_keys: keys that this project's indexer stored in prefill, over all layers.
@@ -91,6 +117,7 @@ class Counters:
     ):
         self.select_stats = select_stats
         self.rectify = RectifyCounts()
+        self.drafts = DraftCounts()
         self.aux_bytes = aux_pools.nbytes
         self._settings = settings
         self._pools = aux_pools
@@ -157,6 +184,10 @@ class Counters:
             "finish_passes": rectify.finish_passes,
             "finish_tokens_rectified": rectify.finish_tokens,
             "tail_tokens_dropped": rectify.tail_tokens_dropped,
+            "verified_rounds": self.drafts.rounds,
+            "undrafted_steps": self.drafts.dense_steps,
+            "drafted_tokens": self.drafts.drafted,
+            "accepted_tokens": self.drafts.accepted,
             **self._added([counts.host_totals() for counts in self._selections]),
             **(
                 {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}

@@ -7,7 +7,8 @@ size serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.settings import settings_of
@@ -49,6 +50,17 @@ _OFFERED: dict[int, GraphVariants] = {}
 def offer(model: object, variants: GraphVariants) -> None:
     """Offer variants for the decode graphs of a model, a transformers config."""
     _OFFERED[id(model)] = variants
+
+
+@contextmanager
+def withheld(model: object) -> Iterator[None]:
+    """Offer no variants within the block: what it records is dense."""
+    variants = _OFFERED.pop(id(model), None)
+    try:
+        yield
+    finally:
+        if variants is not None:
+            _OFFERED[id(model)] = variants
 
 
 def add_variants(found: object, model: object) -> object:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sglang_sparse.attention.backend import SparseAttentionBackend
 
@@ -97,6 +98,7 @@ class Req(Protocol):
     rid: str
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
+    output_ids_through_stop: Sequence[int]
     full_untruncated_fill_ids: Sequence[int]
     sampling_params: SamplingParams
     kv: schedule_batch.ReqKvInfo
@@ -113,6 +115,7 @@ class ScheduleBatch(Protocol):
 
     reqs: list[Req]
     forward_mode: ForwardMode
+    spec_algorithm: SpeculativeAlgorithm
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor
     input_ids: torch.Tensor

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 SOURCE = "sglang_sparse"
+# The speculative algorithm whose drafts are the model's own, under the sparse method; and tokens that it drafts.
+SPARSE_SELF = "SPARSE_SELF"
+DRAFT_TOKENS, MOST_DRAFT_TOKENS = 6, 16
 
 
 class Arguments:
@@ -41,11 +44,17 @@ class Arguments:
     model_path: str
     page_size: int | None
     quantization_param_path: str | None
+    random_seed: int | None
     revision: str | None
     sparse_config: str | dict[str, object] | None
     sparse_method: str | None
     sparse_prefill_config: str | dict[str, object] | None
     sparse_prefill_method: str | None
+    speculative_algorithm: str | None
+    speculative_draft_model_path: str | None
+    speculative_eagle_topk: int | None
+    speculative_num_draft_tokens: int | None
+    speculative_num_steps: int | None
     tp_size: int
 
     def __init__(self, record: object):
@@ -91,3 +100,8 @@ def of(server_args: object) -> Arguments:
     if hasattr(type(server_args), "resolve_once"):
         return Arguments(server_args)
     return cast("Arguments", server_args)
+
+
+def drafts_itself(args: Arguments) -> bool:
+    """Whether the sparse method drafts and dense passes verify: ``--speculative-algorithm SPARSE_SELF``."""
+    return (args.speculative_algorithm or "").upper() == SPARSE_SELF

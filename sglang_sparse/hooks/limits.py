@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_sparse.config.arguments import DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPARSE_SELF, drafts_itself
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages 
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
 _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
+_PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
 _COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
 _UNSEEN = "the options of its requests would not be validated"
 TREE_CORES = ("rust", "python")
@@ -85,8 +87,11 @@ def _foreign_core(_: object) -> str | None:
 FLAG_LIMITS = (
     FlagLimit(
         "speculative decoding",
-        lambda args: args.speculative_algorithm or _other_than("decoupled_spec_role", "null")(args),
-        "draft tokens are verified by other passes",
+        lambda args: (
+            (None if drafts_itself(args) else args.speculative_algorithm)
+            or _other_than("decoupled_spec_role", "null")(args)
+        ),
+        f"draft tokens are verified by other passes; allowed: {SPARSE_SELF}",
     ),
     FlagLimit(
         "prefill-decode disaggregation",
@@ -164,6 +169,11 @@ FLAG_LIMITS = (
 )
 
 RECTIFY_LIMITS = (
+    FlagLimit(
+        "lossless decoding",
+        lambda args: args.speculative_algorithm if drafts_itself(args) else None,
+        "each of its verifications is a dense pass over all new tokens",
+    ),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
     FlagLimit("dense layers of another parallelism", _set("moe_dense_tp_size"), _COUNTED_BEFORE),
@@ -171,6 +181,38 @@ RECTIFY_LIMITS = (
     FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
+)
+
+_DRAFTS = f"1 to {MOST_DRAFT_TOKENS} drafts a round"
+# Of servers with `--speculative-algorithm SPARSE_SELF`.
+DRAFT_LIMITS = (
+    FlagLimit(
+        "--speculative-num-steps",
+        lambda args: (
+            None
+            if args.speculative_num_steps in (None, *range(1, MOST_DRAFT_TOKENS + 1))
+            else args.speculative_num_steps
+        ),
+        f"allowed: {_DRAFTS}",
+    ),
+    FlagLimit("--speculative-eagle-topk", _above_one("speculative_eagle_topk"), "drafts are chains; allowed: 1"),
+    FlagLimit(
+        "--speculative-num-draft-tokens",
+        lambda args: (
+            None
+            if args.speculative_num_draft_tokens in (None, (args.speculative_num_steps or DRAFT_TOKENS) + 1)
+            else args.speculative_num_draft_tokens
+        ),
+        "it follows from --speculative-num-steps; leave it out",
+    ),
+    FlagLimit("a draft model", _set("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
+    FlagLimit("adaptive drafts", _set("speculative_adaptive"), "it is for EAGLE; leave it out"),
+    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
+    FlagLimit("custom logit processors", _set("enable_custom_logit_processor"), "they see one token a pass"),
+    FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),
+    FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_DRAFT),
+    FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_DRAFT),
+    FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_DRAFT),
 )
 
 COMPACT_LIMITS = (

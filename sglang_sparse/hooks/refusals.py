@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.kv_scales import is_float8
+from sglang_sparse.config.arguments import SPARSE_SELF, drafts_itself
 from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.machine import Gpu, capability, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
@@ -17,6 +18,7 @@ from sglang_sparse.hooks import dsa_flags
 from sglang_sparse.hooks.limits import (
     COMPACT_LIMITS,
     DENSE_BACKENDS,
+    DRAFT_LIMITS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
     MODEL_LIMITS,
@@ -81,6 +83,8 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
             )
     if settings.prefill:
         _require_none(args, PREFILL_LIMITS, f"{settings.prefill_flag} cannot run with")
+    if drafts_itself(args):
+        _require_drafts(args, settings)
     if any(one.compacts for one in prompt_selectors(methods)):
         other = ("without compaction", '{"eviction": "visibility"}')
         _require_none(args, COMPACT_LIMITS, f"{settings.flag} cannot compact with", other)
@@ -101,6 +105,23 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
             if got in GPU_ONLY_BACKENDS:
                 message = f"{flag} {got} needs a GPU and this machine has none"
                 raise SparseArgumentError(message, field=flag, got=got, allowed=allowed)
+
+
+def _require_drafts(args: Arguments, settings: Settings) -> None:
+    """Refuse methods that cannot draft for a dense verification, and flags that exclude it."""
+    origin = f"--speculative-algorithm {SPARSE_SELF}"
+    methods = settings.decode.methods
+    reason = None
+    if settings.name is None:
+        reason = "decode is dense, so drafts would cost as much as their verification"
+    elif any(method.exact for method in methods):
+        reason = "the model is trained to attend sparsely, so there is no dense answer to verify against"
+    elif any(one.compacts for one in prompt_selectors(methods)):
+        reason = 'compaction frees KV that a verification reads; allowed: {"eviction": "visibility"}'
+    if reason:
+        message = f"{origin} cannot run with {settings.flag}: {reason}"
+        raise SparseArgumentError(message, field="--speculative-algorithm", got=args.speculative_algorithm)
+    _require_none(args, DRAFT_LIMITS, f"{origin} cannot run with")
 
 
 def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import FORCED_TOKENS, NAMESPACE, RequestOptions, namespaced, parse_options
 from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import refusals
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: object, **kwargs: object) -> Any:
@@ -25,12 +28,32 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
         tokenized = original(manager, obj, *args, **kwargs)
         if (width := tokenized.sampling_params.beam_width or 1) > 1:
             raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
+        if arguments.drafts_itself(arguments.of(manager.server_args)):
+            _require_exact_sampling(tokenized.sampling_params, options)
         if NAMESPACE in (tokenized.extra_key or ""):
             allowed = f"anything without {NAMESPACE!r}"
             raise SparseArgumentError(field="extra_key", got=tokenized.extra_key, allowed=allowed)
         tokenized.extra_key = namespaced(tokenized.extra_key, options)
         return tokenized
     return original(manager, obj, *args, **kwargs)
+
+
+# What of a request's sampling parameters changes with each token, and the value that changes nothing.
+_BY_TOKEN = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+
+
+def _require_exact_sampling(params: SamplingParams, options: RequestOptions) -> None:
+    """Refuse what a verification of several tokens at once would apply inexactly."""
+    where = f"with --speculative-algorithm {arguments.SPARSE_SELF}"
+    for field, none in _BY_TOKEN.items():
+        if (got := getattr(params, field)) != none:
+            raise SparseArgumentError(field=field, got=got, allowed=f"{none:g}", where=where)
+    if params.sampling_seed is not None and params.n > 1:
+        raise SparseArgumentError(
+            field="sampling_seed", got=params.sampling_seed, allowed="none with n above 1", where=where
+        )
+    if options.forced_tokens:
+        raise SparseArgumentError(field=FORCED_TOKENS, got=options.forced_tokens[:8], allowed="none", where=where)
 
 
 def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:

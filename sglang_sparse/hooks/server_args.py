@@ -12,7 +12,7 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse.config import arguments
-from sglang_sparse.config.arguments import Arguments
+from sglang_sparse.config.arguments import SPARSE_SELF, Arguments, drafts_itself
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, build, page_size_fields, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
@@ -123,9 +123,17 @@ def resolve(server_args: Arguments) -> Settings:
         SparseArgumentError: see ``config.build``.
     """
     fields = read_config(server_args.sparse_config) if server_args.sparse_method else page_size_fields(server_args)
+    if server_args.sparse_method and drafts_itself(server_args):
+        fields = _unrectified(server_args.sparse_method, fields)
     prefill = read_config(server_args.sparse_prefill_config, "--sparse-prefill-config")
     names = server_args.sparse_method or None, server_args.sparse_prefill_method or None
     return build(names[0], fields, names[1], prefill, checkpoint=lambda: _config_json(server_args))
+
+
+def _unrectified(method: str, fields: dict[str, object]) -> dict[str, object]:
+    """Rectify nothing by default where a dense pass verifies all tokens; what the user asks for is refused later."""
+    rectifies = "rectify_interval" in registry.load_decode_method(method).config_class.model_fields
+    return {"rectify_interval": 0, **fields} if rectifies else fields
 
 
 def _config_json(server_args: Arguments) -> dict[str, object]:
@@ -140,6 +148,9 @@ def _config_json(server_args: Arguments) -> dict[str, object]:
 
 
 def _refuse_orphans(server_args: Arguments) -> None:
+    if drafts_itself(server_args) and not server_args.sparse_method:
+        message = f"--speculative-algorithm {SPARSE_SELF} needs --sparse-method, which was not given"
+        raise SparseArgumentError(message, field="--speculative-algorithm", got=server_args.speculative_algorithm)
     for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
         if getattr(server_args, config) is not None and not getattr(server_args, method):
             flag, needed = (f"--{name.replace('_', '-')}" for name in (config, method))

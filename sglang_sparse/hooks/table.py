@@ -99,6 +99,24 @@ HOOKS = (
         "capture a dense and a sparse decode graph for every batch size, and choose between them for each batch",
     ),
     Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls",
+        "self",
+        "AFTER",
+        "scheduler.speculation.graphs:verify_runner",
+        "scheduler",
+        "lossless decoding: record the graphs of the dense verification",
+        gpu=True,
+    ),
+    Hook(
+        "sglang.srt.speculative.spec_info.create_dummy_verify_input",
+        "spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker",
+        "AFTER",
+        "scheduler.speculation.graphs:dummy_input",
+        "scheduler",
+        "lossless decoding: make the input of warm-up passes at the width of a verification",
+        gpu=True,
+    ),
+    Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         (
             "cls, batch, model_runner, *, capture_hidden_mode=None, return_hidden_states_before_norm, "

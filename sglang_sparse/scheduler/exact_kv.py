@@ -39,6 +39,10 @@ def begin_pass(
     if isinstance(step, Rectification) and step.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.
         return
+    if batch.spec_algorithm.is_some() and not mode.is_extend_without_speculative():
+        # What stays of a round was written by its dense pass, and is exact as far as it is committed.
+        for state, length in zip(states, batch.seq_lens_cpu.tolist(), strict=True):
+            state.shareable_len = length
     if mode.is_decode():
         compacted = any(state.compacted for state in states)
         plan = plan_decode(backend.groups, batch.seq_lens_cpu, [state.options for state in states], compacted)
@@ -48,7 +52,7 @@ def begin_pass(
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
             if (dense or exact) and state.shareable_len == length - 1:
                 state.shareable_len = length
-    elif mode.is_extend():
+    elif mode.is_extend_without_speculative():
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
             # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
             # batch may have an approximate tail.
@@ -107,7 +111,9 @@ def release_inexact_tail(
         return original(request, start, end, tree_cache)
     if request.finished():
         exact = start if state.shareable_len is None else min(start, state.shareable_len)
-        state.counts.tail_tokens_dropped += max(0, committed_len(request) - exact)
+        # A verification commits what was accepted behind the end, too.
+        wanted = len(request.origin_input_ids) + len(request.output_ids_through_stop)
+        state.counts.tail_tokens_dropped += max(0, min(committed_len(request), wanted) - exact)
     page_size = tree_cache.token_to_kv_pool_allocator.page_size
     start = -(-start // page_size) * page_size
     if start < end:

@@ -214,7 +214,7 @@ def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: S
     if backend.prefill is None:
         return
     spans: list[PrefillSpan] = []
-    if batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False):
+    if batch.forward_mode.is_extend_without_speculative() and not getattr(batch, "dense_pass", False):
         decoding = {id(request) for request in batch.decoding_reqs or ()} if batch.forward_mode.is_mixed() else set()
         for row, request in enumerate(batch.reqs):
             start, end = batch.prefix_lens[row], batch.prefix_lens[row] + batch.extend_lens[row]

@@ -61,7 +61,7 @@ def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: S
     Args:
         batch: the ``ScheduleBatch`` that it was made from.
     """
-    prefills = batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False)
+    prefills = batch.forward_mode.is_extend_without_speculative() and not getattr(batch, "dense_pass", False)
     for path in backend.keeps:
         if path.compaction is not None:
             path.compaction.run()

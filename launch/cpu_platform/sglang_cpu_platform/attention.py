@@ -27,12 +27,18 @@ def extend(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    extend_prefix_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor | None,
+    extend_seq_lens: torch.Tensor | None,
     encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_extend``; plain causal attention only."""
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_extend``; plain causal attention only.
+
+    A verification of drafts comes without lengths of its own, and the rows' lengths are without its tokens.
+    """
+    if extend_seq_lens is None:
+        extend_seq_lens = torch.full_like(seq_lens, len(query) // len(seq_lens))
+        extend_prefix_lens, seq_lens = seq_lens, seq_lens + extend_seq_lens
     if encoder_lens is None and options["causal"] and options["sliding_window_size"] is None:
         caches = (k_cache, v_cache, req_to_token)
         return _attend(query, output, *caches, req_pool_indices, seq_lens, extend_seq_lens, options)

@@ -47,6 +47,51 @@ def apply_bitmask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     apply_token_bitmask_inplace(logits, vocab_mask)
 
 
+def no_kv_copy(pool: Any) -> None:
+    """Leave out the kernel that moves KV of draft trees, which every pool compiles for speculative decoding."""
+    pool._kv_copy_config = None
+
+
+def assign_slots(
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    slots: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Write each request's new slots to its row of ``req_to_token``, from its start to its end; SGLang's is Triton."""
+    done = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[row, start:end] = slots[done : done + end - start].to(table.dtype)
+        done += end - start
+
+
+def hash_noise(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return SGLang's hash of seed, position and token, MurmurHash3's, ``[rows, columns]`` below 2**32 as int64."""
+    seeds = seeds.to(torch.int64)
+    blocks = (seeds & _BITS, (seeds >> 32) & _BITS, positions.to(torch.int64) & _BITS)
+    found = torch.zeros_like(seeds)
+    for block in blocks:
+        found = _mixed(found, block)
+    found = _mixed(found[:, None], columns.to(torch.int64)) ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        found = ((found ^ (found >> shift)) * factor) & _BITS
+    return found ^ (found >> 16)
+
+
+_BITS = 2**32 - 1
+
+
+def _mixed(found: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    block = _rotated((block * 0xCC9E2D51) & _BITS, 15)
+    return (_rotated(found ^ ((block * 0x1B873593) & _BITS), 13) * 5 + 0xE6546B64) & _BITS
+
+
+def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((values << bits) | (values >> (32 - bits))) & _BITS
+
+
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DSA = "sglang.srt.layers.attention"
 _LATENTS = "sglang.kernels.ops.quantization.dsa_quant_k_cache.quantize_k_cache_separate"
@@ -66,6 +111,9 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_INDEX}.transform_index_page_table_prefill": (sparse_mla.slots_of_extend, HookType.REPLACE),
     f"{_INDEX}.transform_index_page_table_decode": (sparse_mla.slots_of_decode, HookType.REPLACE),
     f"{_DSA}.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": (sparse_mla.attend, HookType.REPLACE),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (no_kv_copy, HookType.REPLACE),
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": (assign_slots, HookType.REPLACE),
+    "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32": (hash_noise, HookType.REPLACE),
     f"{_XGRAMMAR}.apply_vocab_mask": (apply_bitmask, HookType.REPLACE),
 }
 
