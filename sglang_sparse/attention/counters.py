@@ -63,12 +63,14 @@ class DraftCounts:
         dense_steps: dense decode steps, where drafts would not pay.
         drafted: tokens that were drafted, of all rows.
         accepted: those of them that a dense pass chose, too.
+        judged: the accepted ones, and each row's first wrong one: what follows that one says nothing of acceptance.
     """
 
     rounds: int = 0
     dense_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    judged: int = 0
 
     def add(self, steps: int, right: Sequence[int]) -> None:
         """Count a round of ``steps`` drafts a row, of which ``right[row]`` were accepted."""
@@ -77,6 +79,7 @@ class DraftCounts:
         self.drafted += steps * len(right)
         # What follows the drafts of a verification is no draft, though it may be right.
         self.accepted += sum(min(steps, count) for count in right)
+        self.judged += sum(min(steps, count + 1) for count in right)
 
 
 class Counters:
@@ -188,6 +191,7 @@ class Counters:
             "undrafted_steps": self.drafts.dense_steps,
             "drafted_tokens": self.drafts.drafted,
             "accepted_tokens": self.drafts.accepted,
+            "judged_drafts": self.drafts.judged,
             **self._added([counts.host_totals() for counts in self._selections]),
             **(
                 {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}

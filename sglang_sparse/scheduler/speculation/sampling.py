@@ -85,3 +85,28 @@ def _filtered(probabilities: torch.Tensor, info: SamplingBatchInfo, request: tor
     if info.need_min_p_sampling:
         left_out |= ordered < ordered[:, :1] * info.min_ps[request][:, None]
     return torch.zeros_like(ordered).scatter_(1, tokens, ordered.masked_fill_(left_out, 0.0))
+
+
+def simulated(mean: float, rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Draw how many drafts count as right where ``SGLANG_SIMULATE_ACC_LEN`` says it, to measure speed without a model.
+
+    Args:
+        mean: tokens of a round in which all that a verification holds was drafted.
+        rows: of the batch.
+        width: of a verification.
+
+    Returns:
+        ``[rows]`` int32.
+    """
+    rights = torch.rand(rows, width - 1, device=device) < _rate(mean, width)
+    return rights.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
+
+
+@lru_cache
+def _rate(mean: float, width: int) -> float:
+    """Return the acceptance of a draft that gives so many tokens a round: the sum of its powers, from the zeroth on."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(middle**power for power in range(width)) > mean else (middle, high)
+    return high

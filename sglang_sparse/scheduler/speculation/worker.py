@@ -14,6 +14,7 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +24,15 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN, GrammarTree, build_grammar_vocab_mask
 
+from sglang_sparse.attention import memory
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import arguments
 from sglang_sparse.scheduler.request_state import state_of
+from sglang_sparse.scheduler.speculation.adaptive import LAYER_BYTES, Acceptance, StepBytes, best_steps
 from sglang_sparse.scheduler.speculation.algorithm import Carried
-from sglang_sparse.scheduler.speculation.sampling import choose, seeds_of
+from sglang_sparse.scheduler.speculation.sampling import choose, seeds_of, simulated
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
     from sglang_sparse.attention.backend import SparseAttentionBackend
     from sglang_sparse.attention.counters import DraftCounts
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.scheduler.speculation.graphs import DecodeGraphs
 
 Publish = Callable[[torch.Tensor], None]
@@ -67,6 +71,7 @@ class SparseSelfWorker(BaseSpecWorker):
         # Of the rounds whose results the scheduler has not seen yet, how many tokens each row drafted.
         self._drafted: deque[int] = deque()
         self._graphs: DecodeGraphs | None = None
+        self._acceptance = Acceptance()
 
     def __getattr__(self, name: str) -> object:
         # Whatever else the scheduler asks of its worker, the target's answers.
@@ -104,15 +109,25 @@ class SparseSelfWorker(BaseSpecWorker):
         """
         if batch.forward_mode.is_extend():
             return self._prefill(batch, on_publish)
-        if self._sparse(batch):
-            return self._round(batch, self.speculative_num_steps, on_publish, grammar_barrier)
-        return self._round(batch, 0, on_publish, grammar_barrier)
+        return self._round(batch, self._steps(batch), on_publish, grammar_barrier)
 
-    def _sparse(self, batch: ScheduleBatch) -> bool:
-        """Whether a draft would run sparse; one that runs dense costs as much as a verification, for one token."""
-        states = [state_of(request) for request in batch.reqs]
+    def _steps(self, batch: ScheduleBatch) -> int:
+        """How many tokens to draft: none where drafts would run dense, and cost as much as a verification."""
+        groups, states = self._backend.groups, [state_of(request) for request in batch.reqs]
         options = [state.options for state in states if state is not None]
-        return plan_decode(self._backend.groups, batch.seq_lens_cpu + 1, options).sparse
+        plan = plan_decode(groups, batch.seq_lens_cpu + 1, options)
+        if not plan.sparse or groups.config.dense_fallback == "never":
+            return self.speculative_num_steps if plan.sparse else 0
+        layers = self._runner.model_config.num_hidden_layers
+        draft = self._step_bytes.draft(plan, groups, int(batch.seq_lens_cpu.sum()), layers)
+        return best_steps(draft, self._acceptance.rate, self.speculative_num_steps)
+
+    @cached_property
+    def _step_bytes(self) -> StepBytes:
+        pool, layers = self._runner.token_to_kv_pool, self._runner.model_config.num_hidden_layers
+        summaries: AuxBuffers = getattr(pool, memory.ATTRIBUTE)
+        weights = sum(weight.nbytes for weight in self._runner.model.parameters())
+        return StepBytes(weights + LAYER_BYTES * layers, summaries.kv_bytes_per_token, summaries.nbytes / pool.size)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         sampled = not (batch.sampling_info.is_all_greedy or batch.is_prefill_only)
@@ -171,6 +186,8 @@ class SparseSelfWorker(BaseSpecWorker):
                 mask.apply(output.next_token_logits)
         target = choose(output.next_token_logits, positions.reshape(-1), info, seeds, width).view(rows, width)
         right = (chain[:, 1:] == target[:, :-1]).to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
+        if SIMULATE_ACC_LEN > 0 and steps:
+            right = simulated(SIMULATE_ACC_LEN, rows, width, held.device)
         lengths = held + right + 1
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, target.reshape(-1), chain_stride=width)
@@ -210,7 +227,9 @@ class SparseSelfWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Count a round, once its results are on the host."""
-        self._counts.add(self._drafted.popleft(), num_correct_drafts_per_req)
+        steps = self._drafted.popleft()
+        self._counts.add(steps, num_correct_drafts_per_req)
+        self._acceptance.add(steps, num_correct_drafts_per_req)
 
 
 def _view(

@@ -1,0 +1,101 @@
+"""How many tokens a round drafts: a pure function of lengths and of past acceptance, which all ranks know.
+
+A round of n drafts takes ``n * s + v`` dense steps, ``s`` of them for a draft and ``v`` for the verification, and gives
+``1 + a + ... + a**n`` tokens where a draft is right with probability ``a``. The n with the most tokens for its time is
+best; where none beats a dense step, nothing is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from sglang_sparse.methods.roles import AttendsItself
+
+if TYPE_CHECKING:
+    from sglang_sparse.attention.plan import DecodePlan
+    from sglang_sparse.methods.groups import DecodeGroups
+
+# What a layer takes beside reading memory, launches of its kernels above all, as bytes that could be read meanwhile.
+LAYER_BYTES = 150 * 2**20
+# A method whose kernel looks at every key leaves out values only; how many is known on the device alone.
+LOOKS_AT_ALL = 0.75
+# A verification in dense steps.
+VERIFICATION = 1.15
+# What is assumed of acceptance until so many drafts were judged, and how fast older rounds are forgotten.
+ACCEPTANCE, JUDGED, KEPT = 0.9, 32.0, 0.95
+# What a round must gain: a dense step is certain.
+GAIN = 1.03
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a decode step reads on this rank.
+
+    Attributes:
+        fixed: bytes of the weights, and what the layers take beside reading.
+        token: bytes of KV of a token, all layers.
+        summary: bytes of a token's share of the summaries, all layers.
+    """
+
+    fixed: int
+    token: int
+    summary: float
+
+    def draft(self, plan: DecodePlan, groups: DecodeGroups, tokens: int, layers: int) -> float:
+        """Return what a draft takes, in dense steps.
+
+        Args:
+            plan: of a batch that runs sparse.
+            groups: the server's methods.
+            tokens: KV tokens of the batch.
+            layers: of the model.
+        """
+        dense = self.token * tokens
+        read, sparse = 0.0, 0
+        for method, own in zip(groups.methods, plan.groups, strict=True):
+            mine = len(method.sparse_layers(layers))
+            share = float(own.n_select.sum()) / float(own.n_pages.sum())
+            read += mine * (min(share, LOOKS_AT_ALL) if isinstance(method, AttendsItself) else share)
+            sparse += mine
+        share = (read + layers - sparse) / layers
+        return (self.fixed + dense * share + self.summary * tokens) / (self.fixed + dense)
+
+
+def best_steps(draft: float, acceptance: float, most: int) -> int:
+    """Return how many tokens to draft, 0 to ``most``.
+
+    Args:
+        draft: what a draft takes, in dense steps.
+        acceptance: the probability that a draft is right, where those before it are.
+        most: drafts a round.
+    """
+    tokens = accumulate((acceptance**step for step in range(1, most + 1)), initial=1.0)
+    gains = [found / (step * draft + VERIFICATION) for step, found in enumerate(tokens)]
+    best = max(range(1, most + 1), key=gains.__getitem__)
+    return best if gains[best] > GAIN else 0
+
+
+class Acceptance:
+    """How often drafts were right of late.
+
+    What was assumed at first comes back as rounds without drafts pass, so that drafts are tried again.
+    """
+
+    def __init__(self) -> None:
+        self._right = self._judged = 0.0
+
+    def add(self, steps: int, right: Sequence[int]) -> None:
+        """Take in a round of ``steps`` drafts a row, of which the first ``right[row]`` were right."""
+        self._right, self._judged = self._right * KEPT, self._judged * KEPT
+        for count in right if steps else ():
+            self._right += min(count, steps)
+            # The first wrong one was judged, too; those behind it were not.
+            self._judged += min(count + 1, steps)
+
+    @property
+    def rate(self) -> float:
+        """The probability that a draft is right, where those before it are."""
+        return (self._right + ACCEPTANCE * JUDGED) / (self._judged + JUDGED)
