@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang_sparse.attention.plan import PLAN, plan_decode
+from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
@@ -46,6 +46,8 @@ def begin_pass(
     if mode.is_decode():
         compacted = any(state.compacted for state in states)
         plan = plan_decode(backend.groups, batch.seq_lens_cpu, [state.options for state in states], compacted)
+        if getattr(batch, "dense_pass", False):
+            plan = dense_plan(len(states))
         setattr(forward_batch, PLAN, plan)
         covered = plan.covered.tolist()
         exact = all(method.exact for method in settings.decode.methods)

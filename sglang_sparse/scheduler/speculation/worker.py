@@ -174,6 +174,8 @@ class SparseSelfWorker(BaseSpecWorker):
             view = _verify_view(batch, chain, positions, slots, held, host)
         else:
             view = _view(batch, tokens[0], slots[:, 0].contiguous(), held + 1, host + 1)
+            # Also where drafts would run sparse, and only do not pay.
+            view.dense_pass = True
         tree = GrammarTree.from_linear_chain(chain) if batch.has_grammar else None
         result = self._run(view, passes)
         output = result.logits_output
