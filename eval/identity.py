@@ -5,6 +5,9 @@ Its decode method's budget covers the context (``active_ratio: 1``), its prefill
 that they ran sparse and left nothing out: every row of every sparse layer in decode, and in prefill every prompt token
 that was not cached, behind those for which the method has all keys in any case.
 
+Or it decodes losslessly (``--speculative-algorithm SPARSE_SELF``), at any budget, and the counters say that some of its
+drafts were right and some were not; ``"crossover_tokens": 0, "min_seq_len": 0`` has it draft for every prompt.
+
 Passed is: greedy text equal at concurrency 1, mean KL(dense, sparse) below .003. A different token is
 excused only where the dense server's two best tokens lie closer than the noise. That is measured: the largest change
 of their distance between two dense servers with different kernels (``--noise-url``); without one nothing is excused.
@@ -179,7 +182,10 @@ def summarise(
     unequal = [row for row in rows if not row["equal"]]
     counts = moved(before, after)
     proofs = []
-    if after["method"] is not None:
+    drafts = {name: after[name] - before[name] for name in ("drafted_tokens", "accepted_tokens") if name in after}
+    if drafts.get("drafted_tokens"):
+        proofs.append(0 < drafts["accepted_tokens"] < drafts["drafted_tokens"])
+    elif after["method"] is not None:
         wanted = counts["decode_rows"] * after["sparse_layers"]
         proofs.append(counts["sparse_layer_rows"] == wanted > 0 and counts["dense_fallback_rows"] == 0)
     if after.get("prefill"):
@@ -193,6 +199,7 @@ def summarise(
         "mean_kl": mean_kl,
         "max_kl": max(divergences),
         **counts,
+        **drafts,
         "sparse_path_proven": proven,
         "passed": proven and is_same(mean_kl, [row["dense_gap"] for row in unequal], noise),
     }

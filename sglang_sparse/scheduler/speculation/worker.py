@@ -112,11 +112,14 @@ class SparseSelfWorker(BaseSpecWorker):
         return self._round(batch, self._steps(batch), on_publish, grammar_barrier)
 
     def _steps(self, batch: ScheduleBatch) -> int:
-        """How many tokens to draft: none where drafts would run dense, and cost as much as a verification."""
+        """How many tokens to draft: none where drafts would run dense, and cost as much as a verification.
+
+        All that the server may draft where its config says itself from how many tokens on sparse steps pay.
+        """
         groups, states = self._backend.groups, [state_of(request) for request in batch.reqs]
         options = [state.options for state in states if state is not None]
         plan = plan_decode(groups, batch.seq_lens_cpu + 1, options)
-        if not plan.sparse or groups.config.dense_fallback == "never":
+        if not plan.sparse or groups.config.crossover_tokens != "auto":
             return self.speculative_num_steps if plan.sparse else 0
         layers = self._runner.model_config.num_hidden_layers
         draft = self._step_bytes.draft(plan, groups, int(batch.seq_lens_cpu.sum()), layers)
