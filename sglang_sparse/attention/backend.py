@@ -292,14 +292,18 @@ class SparseAttentionBackend(DelegatingBackend):
         return output
 
     def _written(self, forward_batch: ForwardBatch) -> Mapping[int, torch.Tensor]:
-        """The last slot of each entry that this pass writes, by the tokens of an entry; worked out once a pass."""
+        """The last slot of each entry that this pass writes, by the tokens of an entry; of an extend worked out once.
+
+        Anew in a verification: a graph must not read what the passes before its recording found.
+        """
         slots: torch.Tensor = forward_batch.out_cache_loc
         sizes = self._pools.entry_sizes
         if forward_batch.forward_mode.is_decode():
             return dict.fromkeys(sizes, slots)
+        if forward_batch.forward_mode.is_target_verify():
+            return {size: aux_buffers.page_ends(slots, size) for size in sizes}
         if (ends := self._last_slots) is None:
             ends = self._last_slots = {size: aux_buffers.page_ends(slots, size) for size in sizes}
-            if not forward_batch.forward_mode.is_target_verify():
-                for last_slots in ends.values():
-                    self.counters.add_extend(last_slots)
+            for last_slots in ends.values():
+                self.counters.add_extend(last_slots)
         return ends
