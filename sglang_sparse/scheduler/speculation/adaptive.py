@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 LAYER_BYTES = 150 * 2**20
 # A method whose kernel looks at every key leaves out values only; how many is known on the device alone.
 LOOKS_AT_ALL = 0.75
-# A verification in dense steps.
-VERIFICATION = 1.15
+# A verification in dense steps, of 9 tokens with FA3.
+VERIFICATION = 1.3
 # What is assumed of acceptance until so many drafts were judged, and how fast older rounds are forgotten.
 ACCEPTANCE, JUDGED, KEPT = 0.9, 32.0, 0.95
 # What a round must gain: a dense step is certain.

@@ -179,6 +179,9 @@ class SparseSelfWorker(BaseSpecWorker):
             view = _view(batch, tokens[0], slots[:, 0].contiguous(), held + 1, host + 1)
             # Also where drafts would run sparse, and only do not pay.
             view.dense_pass = True
+            if on_publish is not None:
+                # Known beforehand, so that the host prepares the next step while this one runs.
+                on_publish(held + 1)
         tree = GrammarTree.from_linear_chain(chain) if batch.has_grammar else None
         result = self._run(view, passes)
         output = result.logits_output
@@ -192,11 +195,11 @@ class SparseSelfWorker(BaseSpecWorker):
         target = choose(output.next_token_logits, positions.reshape(-1), info, seeds, width).view(rows, width)
         right = (chain[:, 1:] == target[:, :-1]).to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
         if SIMULATE_ACC_LEN > 0 and steps:
-            right = simulated(SIMULATE_ACC_LEN, rows, width, held.device)
+            right = simulated(SIMULATE_ACC_LEN, rows, width, held.device).clamp(max=steps)
         lengths = held + right + 1
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, target.reshape(-1), chain_stride=width)
-        if on_publish is not None:
+        if on_publish is not None and steps:
             on_publish(lengths)
         self._drafted.append(steps)
         last = target.gather(1, right[:, None].to(torch.int64))[:, 0]
