@@ -14,6 +14,7 @@ from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
+from sglang_sparse.scheduler.partial_batch import DENSE_PASS
 from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
 from sglang_sparse.scheduler.request_state import ensure_state, state_of
@@ -46,7 +47,7 @@ def begin_pass(
     if mode.is_decode():
         compacted = any(state.compacted for state in states)
         plan = plan_decode(backend.groups, batch.seq_lens_cpu, [state.options for state in states], compacted)
-        if getattr(batch, "dense_pass", False):
+        if getattr(batch, DENSE_PASS, False):
             plan = dense_plan(len(states))
         setattr(forward_batch, PLAN, plan)
         covered = plan.covered.tolist()

@@ -13,6 +13,9 @@ from sglang_sparse.attention.protocols import Req, ScheduleBatch
 from sglang_sparse.scheduler.request_fields import pool_row
 from sglang_sparse_kernels.common.launch import to_device
 
+# The attribute of a batch whose pass runs dense, whatever its requests are.
+DENSE_PASS = "dense_pass"
+
 
 @dataclass(frozen=True)
 class Span:
@@ -54,7 +57,7 @@ def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tenso
     table = batch.req_to_token_pool.req_to_token
     view = _rows_view(batch, [span.request for span in spans])
     view.forward_mode = ForwardMode.EXTEND
-    view.dense_pass = True
+    setattr(view, DENSE_PASS, True)
     view.prefix_lens = [span.start for span in spans]
     view.extend_lens = [span.tokens for span in spans]
     view.extend_num_tokens = sum(view.extend_lens)
@@ -113,14 +116,22 @@ def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> Any:
 
 
 def _rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
-    view: Any = copy.copy(batch)
+    view = without_sampling(batch)
     view.reqs = requests
     view.seq_lens_sum = None
     view.req_pool_indices_cpu = None
     view.multimodal_inputs = None
     # Left over from the prefill that this batch once was.
     view.input_embeds = view.replace_embeds = view.replace_positions = None
-    # Log-probabilities, grammars and penalties belong to sampling, which sees the whole batch.
+    return view
+
+
+def without_sampling(batch: object) -> Any:
+    """Copy a ``ScheduleBatch`` for a pass within its step.
+
+    Log-probabilities, grammars and penalties belong to sampling, which sees the whole batch.
+    """
+    view: Any = copy.copy(batch)
     view.return_logprob = False
     view.top_logprobs_nums = None
     view.token_ids_logprobs = None

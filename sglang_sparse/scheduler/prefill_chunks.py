@@ -23,6 +23,7 @@ from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
 from sglang_sparse.scheduler.compaction import room_for_a_copy
+from sglang_sparse.scheduler.partial_batch import DENSE_PASS
 from sglang_sparse.scheduler.prompt_windows import outside, window_start
 from sglang_sparse.scheduler.request_fields import prefix_len
 from sglang_sparse.scheduler.request_state import options_of, state_of
@@ -214,7 +215,7 @@ def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: S
     if backend.prefill is None:
         return
     spans: list[PrefillSpan] = []
-    if batch.forward_mode.is_extend_without_speculative() and not getattr(batch, "dense_pass", False):
+    if batch.forward_mode.is_extend_without_speculative() and not getattr(batch, DENSE_PASS, False):
         decoding = {id(request) for request in batch.decoding_reqs or ()} if batch.forward_mode.is_mixed() else set()
         for row, request in enumerate(batch.reqs):
             start, end = batch.prefix_lens[row], batch.prefix_lens[row] + batch.extend_lens[row]

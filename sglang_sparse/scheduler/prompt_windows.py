@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sglang_sparse.attention.prompt_selection import KeepPath, PromptEnd
 from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
 from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
+from sglang_sparse.scheduler.partial_batch import DENSE_PASS
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: S
     Args:
         batch: the ``ScheduleBatch`` that it was made from.
     """
-    prefills = batch.forward_mode.is_extend_without_speculative() and not getattr(batch, "dense_pass", False)
+    prefills = batch.forward_mode.is_extend_without_speculative() and not getattr(batch, DENSE_PASS, False)
     for path in backend.keeps:
         if path.compaction is not None:
             path.compaction.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
@@ -13,6 +13,7 @@ from sglang_sparse.config.arguments import DRAFT_TOKENS, SPARSE_SELF
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.server_args import ServerArgs
 
     from sglang_sparse.attention.protocols import ReqToTokenPool
     from sglang_sparse.config.arguments import Arguments
@@ -49,11 +50,12 @@ class SparseSelf(CustomSpecAlgo):
         """The worker waits for a grammar's state itself."""
         return True
 
-    def handle_server_args(self, server_args: Arguments) -> None:
+    def handle_server_args(self, server_args: ServerArgs) -> None:
         """Complete the numbers; which are allowed is checked in ``hooks/limits.py``."""
-        steps = server_args.speculative_num_steps or DRAFT_TOKENS
-        server_args.speculative_num_steps, server_args.speculative_eagle_topk = steps, 1
-        server_args.speculative_num_draft_tokens = steps + 1
+        args = cast("Arguments", server_args)
+        steps = args.speculative_num_steps or DRAFT_TOKENS
+        args.speculative_num_steps, args.speculative_eagle_topk = steps, 1
+        args.speculative_num_draft_tokens = steps + 1
 
 
 def register() -> None:

@@ -41,7 +41,7 @@ class VerifyGraphs(DecodeCudaGraphRunner):
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether a pass replays one of these graphs; never a decode step, whose width SGLang does not compare."""
-        return forward_batch.forward_mode.is_target_verify() and super().can_run_graph(forward_batch)
+        return forward_batch.forward_mode.is_target_verify() and bool(super().can_run_graph(forward_batch))
 
 
 def _recorded_input(width: int) -> DFlashVerifyInput:

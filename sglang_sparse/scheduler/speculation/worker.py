@@ -10,20 +10,18 @@ in place of a fixed one, and with coupled noise in place of rejection sampling (
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN, GrammarTree, build_grammar_vocab_mask
 
 from sglang_sparse.attention import memory
@@ -33,15 +31,18 @@ from sglang_sparse.scheduler.request_state import state_of
 from sglang_sparse.scheduler.speculation.adaptive import LAYER_BYTES, Acceptance, StepBytes, best_steps
 from sglang_sparse.scheduler.speculation.algorithm import Carried
 from sglang_sparse.scheduler.speculation.sampling import choose, seeds_of, simulated
+from sglang_sparse.scheduler.speculation.window import Window
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     from sglang_sparse.attention.backend import SparseAttentionBackend
     from sglang_sparse.attention.counters import DraftCounts
+    from sglang_sparse.attention.protocols import Req
     from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.scheduler.speculation.graphs import DecodeGraphs
 
@@ -116,7 +117,7 @@ class SparseSelfWorker(BaseSpecWorker):
 
         All that the server may draft where its config says itself from how many tokens on sparse steps pay.
         """
-        groups, states = self._backend.groups, [state_of(request) for request in batch.reqs]
+        groups, states = self._backend.groups, [state_of(request) for request in _requests(batch)]
         options = [state.options for state in states if state is not None]
         plan = plan_decode(groups, batch.seq_lens_cpu + 1, options)
         if not plan.sparse or groups.config.crossover_tokens != "auto":
@@ -136,18 +137,25 @@ class SparseSelfWorker(BaseSpecWorker):
         sampled = not (batch.sampling_info.is_all_greedy or batch.is_prefill_only)
         result = self._target_worker.forward_batch_generation(batch, is_verify=sampled)
         if sampled:
-            output, info = result.logits_output, batch.sampling_info
-            self._runner._preprocess_logits(output, info)
-            seeds = seeds_of(batch.reqs, self._seed, batch.seq_lens.device)
-            result.next_token_ids = choose(output.next_token_logits, batch.seq_lens - 1, info, seeds)
+            output = _output(result)
+            self._runner._preprocess_logits(output, batch.sampling_info)
+            tokens = choose(_logits(output), batch.seq_lens - 1, batch.sampling_info, self._seeds(batch))
+            result.next_token_ids = tokens
             if batch.return_logprob:
-                compute_spec_logprobs(batch, output, result.next_token_ids, chain_stride=1)
+                compute_spec_logprobs(batch, output, tokens, chain_stride=1)
+                assert output.next_token_logprobs is not None
                 output.next_token_logprobs = output.next_token_logprobs.view(-1)
         result.new_seq_lens = batch.seq_lens
-        result.next_draft_input = Carried(result.next_token_ids.reshape(-1).to(torch.int64), batch.seq_lens)
+        first = cast("torch.Tensor", result.next_token_ids).reshape(-1).to(torch.int64)
+        result.next_draft_input = Carried(first, batch.seq_lens)
         if on_publish is not None:
             on_publish(batch.seq_lens)
         return result
+
+    def _seeds(self, batch: ScheduleBatch) -> torch.Tensor | None:
+        if batch.sampling_info.is_all_greedy:
+            return None
+        return seeds_of(_requests(batch), self._seed, batch.seq_lens.device)
 
     def _round(
         self, batch: ScheduleBatch, steps: int, on_publish: Publish | None, barrier: Barrier | None
@@ -158,68 +166,57 @@ class SparseSelfWorker(BaseSpecWorker):
         drafts repeat the last one, and may be accepted like any other.
         """
         width = self.speculative_num_draft_tokens if steps else 1
-        rows, info = len(batch.reqs), batch.sampling_info
-        held, host = batch.seq_lens.to(torch.int64), batch.seq_lens_cpu.to(torch.int64)
-        seeds = None if info.is_all_greedy else seeds_of(batch.reqs, self._seed, held.device)
-        positions = held[:, None] + torch.arange(width, device=held.device)
-        table = batch.req_to_token_pool.req_to_token
-        slots = table[batch.req_pool_indices.to(torch.int64)[:, None], positions].to(torch.int64)
-        tokens = [batch.spec_info.bonus_tokens.reshape(-1).to(torch.int64)]
-        passes = []
-        for step in range(steps):
-            view = _view(batch, tokens[-1], slots[:, step].contiguous(), held + step + 1, host + step + 1)
-            output = self._run(view, passes).logits_output
-            _add_bias(output, info, 1)
-            tokens.append(choose(output.next_token_logits, positions[:, step], info, seeds))
-        tokens += tokens[-1:] * (width - len(tokens))
-        chain = torch.stack(tokens, 1)
-        if steps:
-            view = _verify_view(batch, chain, positions, slots, held, host)
-        else:
-            view = _view(batch, tokens[0], slots[:, 0].contiguous(), held + 1, host + 1)
-            # Also where drafts would run sparse, and only do not pay.
-            view.dense_pass = True
-            if on_publish is not None:
-                # Known beforehand, so that the host prepares the next step while this one runs.
-                on_publish(held + 1)
+        window, info = Window.of(batch, width, self._seeds(batch)), batch.sampling_info
+        if on_publish is not None and not steps:
+            # Known beforehand, so that the host prepares the next step while this one runs.
+            on_publish(window.held + 1)
+        chain = self._draft(batch, window, steps)
         tree = GrammarTree.from_linear_chain(chain) if batch.has_grammar else None
-        result = self._run(view, passes)
-        output = result.logits_output
-        _add_bias(output, info, width)
+        result = self._run(window.verification(batch, chain) if steps else window.dense_step(batch, chain), window)
+        output = _output(result)
+        logits = _biased(_logits(output), info, width)
         if tree is not None:
             mask = build_grammar_vocab_mask(
-                reqs=batch.reqs, tree=tree, sampling_info=info, device=held.device, barrier=barrier
+                reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
             )
             if mask is not None:
-                mask.apply(output.next_token_logits)
-        target = choose(output.next_token_logits, positions.reshape(-1), info, seeds, width).view(rows, width)
+                mask.apply(logits)
+        target = choose(logits, window.positions.reshape(-1), info, window.seeds, width).view_as(chain)
         right = (chain[:, 1:] == target[:, :-1]).to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
         if SIMULATE_ACC_LEN > 0 and steps:
-            right = simulated(SIMULATE_ACC_LEN, rows, width, held.device).clamp(max=steps)
-        lengths = held + right + 1
+            right = simulated(SIMULATE_ACC_LEN, len(chain), width, chain.device).clamp(max=steps)
+        lengths = window.held + right + 1
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, target.reshape(-1), chain_stride=width)
         if on_publish is not None and steps:
             on_publish(lengths)
         self._drafted.append(steps)
-        last = target.gather(1, right[:, None].to(torch.int64))[:, 0]
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=target.reshape(-1),
             accept_lens=right + 1,
             new_seq_lens=lengths,
-            next_draft_input=Carried(last, lengths),
+            next_draft_input=Carried(target.gather(1, right[:, None].to(torch.int64))[:, 0], lengths),
             speculative_num_draft_tokens=width,
             can_run_cuda_graph=result.can_run_cuda_graph,
-            extra_keep_alive_refs=[passes, chain, positions, slots, seeds],
+            extra_keep_alive_refs=[window, chain],
         )
 
-    def _run(self, view: ScheduleBatch, passes: list[object]) -> GenerationBatchResult:
-        """Run a pass of the round. ``passes`` keeps what it reads alive."""
+    def _draft(self, batch: ScheduleBatch, window: Window, steps: int) -> torch.Tensor:
+        """Return each row's last token and what is drafted behind it, ``[rows, width]`` int64."""
+        tokens = [cast("Carried", batch.spec_info).bonus_tokens.reshape(-1).to(torch.int64)]
+        for step in range(steps):
+            output = _output(self._run(window.step(batch, tokens[-1], step), window))
+            logits = _biased(_logits(output), batch.sampling_info, 1)
+            tokens.append(choose(logits, window.positions[:, step], batch.sampling_info, window.seeds))
+        return torch.stack(tokens + tokens[-1:] * (window.positions.shape[1] - len(tokens)), 1)
+
+    def _run(self, view: ScheduleBatch, window: Window) -> GenerationBatchResult:
+        """Run a pass of the round."""
         # An event of the pass before says nothing of what this one reads, which may publish none.
         self._runner.shared_read_done_event = None
         forward_batch = ForwardBatch.init_new(view, self._runner, return_hidden_states_before_norm=False)
-        passes.append(forward_batch)
+        window.passes.append(forward_batch)
         with self._graphs.replayed() if self._graphs and view.forward_mode.is_decode() else nullcontext():
             return self._target_worker.forward_batch_generation(None, forward_batch=forward_batch, is_verify=True)
 
@@ -240,52 +237,20 @@ class SparseSelfWorker(BaseSpecWorker):
         self._acceptance.add(steps, num_correct_drafts_per_req)
 
 
-def _view(
-    batch: ScheduleBatch, tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, host: torch.Tensor
-) -> ScheduleBatch:
-    """Make the batch of a decode step of the round.
-
-    Args:
-        batch: the round's.
-        tokens: ``[rows]`` int64.
-        slots: ``[rows]`` int64, where their KV goes.
-        lengths: ``[rows]`` int64, with the new token.
-        host: the same on the CPU.
-    """
-    view = copy.copy(batch)
-    view.forward_mode, view.spec_info = ForwardMode.DECODE, None
-    view.input_ids, view.out_cache_loc = tokens, slots
-    view.seq_lens, view.seq_lens_cpu, view.seq_lens_sum = lengths, host, int(host.sum())
-    view.orig_seq_lens = lengths.to(torch.int32)
-    # Log-probabilities, grammars and penalties belong to sampling, which follows.
-    view.return_logprob, view.top_logprobs_nums, view.token_ids_logprobs = False, None, None
-    view.sampling_info, view.has_grammar = None, False
-    return view
+def _requests(batch: ScheduleBatch) -> list[Req]:
+    return cast("list[Req]", batch.reqs)
 
 
-def _verify_view(
-    batch: ScheduleBatch,
-    chain: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    held: torch.Tensor,
-    host: torch.Tensor,
-) -> ScheduleBatch:
-    """Make the batch of the verification, of ``[rows, width]`` tokens; see ``_view``.
-
-    SGLang's attention backends take the lengths without these tokens on the device and, for a chain, with them on the
-    host.
-    """
-    view = _view(batch, chain.reshape(-1), slots.reshape(-1), held, host)
-    width = chain.shape[1]
-    view.forward_mode, view.seq_lens_cpu = ForwardMode.TARGET_VERIFY, host + width
-    view.spec_info = DFlashVerifyInput(
-        view.input_ids, positions.reshape(-1), width, capture_hidden_mode=CaptureHiddenMode.NULL
-    )
-    return view
+def _output(result: GenerationBatchResult) -> LogitsProcessorOutput:
+    assert result.logits_output is not None
+    return result.logits_output
 
 
-def _add_bias(output: LogitsProcessorOutput, info: object, width: int) -> None:
-    bias = getattr(info, "logit_bias", None)
-    if bias is not None:
-        output.next_token_logits.add_(bias.repeat_interleave(width, 0))
+def _logits(output: LogitsProcessorOutput) -> torch.Tensor:
+    assert output.next_token_logits is not None
+    return output.next_token_logits
+
+
+def _biased(logits: torch.Tensor, info: SamplingBatchInfo, width: int) -> torch.Tensor:
+    """Add the requests' biases to logits, in place."""
+    return logits if info.logit_bias is None else logits.add_(info.logit_bias.repeat_interleave(width, 0))
