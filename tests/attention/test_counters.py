@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import torch
 
-from sglang_sparse.attention.counters import Counters, RectifyCounts
+from sglang_sparse.attention.counters import Counters, DraftCounts, RectifyCounts
 from sglang_sparse.attention.plan import DecodePlan, GroupPlan
 from sglang_sparse.config.settings import build
 from sglang_sparse.config.versions import SUPPORTED_SGLANG
@@ -94,6 +94,18 @@ def test_every_rectification_count_is_handed_out() -> None:
     snapshot = counted.snapshot()
     assert [snapshot[flat] for flat in FLAT.values()] == list(range(1, len(FLAT) + 1))
     assert counted.host_totals().items() <= snapshot.items()
+
+
+def test_drafts_are_counted_on_servers_that_draft_alone() -> None:
+    counted = counters()
+    plain = counted.snapshot()
+    counted.drafts = DraftCounts()
+    # What follows the drafts of a round is no draft, though it may be right.
+    counted.drafts.add(4, [0, 3, 5])
+    counted.drafts.add(0, [0, 0, 0])
+    found = {"verified_rounds": 1, "undrafted_steps": 1, "drafted_tokens": 12, "accepted_tokens": 7, "judged_drafts": 9}
+    assert counted.snapshot() == plain | found and not plain.keys() & found
+    assert found.items() <= counted.host_totals().items()
 
 
 def test_the_longest_wait_is_taken_by_intervals_and_kept_over_all() -> None:
