@@ -107,14 +107,21 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
                 raise SparseArgumentError(message, field=flag, got=got, allowed=allowed)
 
 
+def require_drafter(args: Arguments) -> None:
+    """Refuse lossless decoding without a decode method: its sparse steps are the drafts."""
+    if drafts_itself(args) and not args.sparse_method:
+        flag = "--speculative-algorithm"
+        message = f"{flag} {SPARSE_SELF} needs --sparse-method, which was not given"
+        raise SparseArgumentError(message, field=flag, got=args.speculative_algorithm)
+
+
 def _require_drafts(args: Arguments, settings: Settings) -> None:
     """Refuse methods that cannot draft for a dense verification, and flags that exclude it."""
+    require_drafter(args)
     origin = f"--speculative-algorithm {SPARSE_SELF}"
     methods = settings.decode.methods
     reason = None
-    if settings.name is None:
-        reason = "decode is dense, so drafts would cost as much as their verification"
-    elif any(method.exact for method in methods):
+    if any(method.exact for method in methods):
         reason = "the model is trained to attend sparsely, so there is no dense answer to verify against"
     elif any(one.compacts for one in prompt_selectors(methods)):
         reason = 'compaction frees KV that a verification reads; allowed: {"eviction": "visibility"}'
