@@ -96,15 +96,17 @@ def test_every_rectification_count_is_handed_out() -> None:
     assert counted.host_totals().items() <= snapshot.items()
 
 
-def test_drafts_are_counted_on_servers_that_draft_alone() -> None:
+def test_rounds_of_drafts() -> None:
+    """What follows a round's drafts in its verification is no draft, though it may be right."""
     counted = counters()
     plain = counted.snapshot()
     counted.drafts = DraftCounts()
-    # What follows the drafts of a round is no draft, though it may be right.
-    counted.drafts.add(4, [0, 3, 5])
-    counted.drafts.add(0, [0, 0, 0])
-    found = {"verified_rounds": 1, "undrafted_steps": 1, "drafted_tokens": 12, "accepted_tokens": 7, "judged_drafts": 9}
-    assert counted.snapshot() == plain | found and not plain.keys() & found
+    counted.drafts.add(3, [0, 2, 3])
+    counted.drafts.add(2, [3, 1])
+    counted.drafts.add(0, [0, 0])
+    names = ("verified_rounds", "undrafted_steps", "drafted_tokens", "accepted_tokens", "judged_drafts")
+    found = dict(zip(names, (2, 1, 13, 8, 11), strict=True))
+    assert counted.snapshot() == plain | found and not plain.keys() & found, "other servers have none of these"
     assert found.items() <= counted.host_totals().items()
 
 
