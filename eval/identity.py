@@ -182,9 +182,8 @@ def summarise(
     unequal = [row for row in rows if not row["equal"]]
     counts = moved(before, after)
     proofs = []
-    drafts = {name: after[name] - before[name] for name in ("drafted_tokens", "accepted_tokens") if name in after}
-    if drafts.get("drafted_tokens"):
-        proofs.append(0 < drafts["accepted_tokens"] < drafts["drafted_tokens"])
+    if counts.get("drafted_tokens"):
+        proofs.append(0 < counts["accepted_tokens"] < counts["drafted_tokens"])
     elif after["method"] is not None:
         wanted = counts["decode_rows"] * after["sparse_layers"]
         proofs.append(counts["sparse_layer_rows"] == wanted > 0 and counts["dense_fallback_rows"] == 0)
@@ -199,7 +198,6 @@ def summarise(
         "mean_kl": mean_kl,
         "max_kl": max(divergences),
         **counts,
-        **drafts,
         "sparse_path_proven": proven,
         "passed": proven and is_same(mean_kl, [row["dense_gap"] for row in unequal], noise),
     }

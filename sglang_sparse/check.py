@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 # The checks of a start take PyTorch and SGLang, which load for seconds; they are imported where they are asked.
+from sglang_sparse.config import arguments as server_arguments
 from sglang_sparse.config.versions import SUPPORTED_SGLANG, installed_sglang
 from sglang_sparse.methods import registry
 
@@ -69,6 +70,11 @@ def _judge(arguments: list[str]) -> None:
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
+    given = server_arguments.of(inspect.unwrap(prepare_server_args)(arguments))
+    if server_arguments.drafts_itself(given) and not given.sparse_method and not given.sparse_prefill_method:
+        print(f"these arguments start no server: {server_arguments.SPARSE_SELF} needs --sparse-method")
+        print(f"\n{_verdicts(arguments)}")
+        return
     server_args = cast("Arguments", prepare_server_args(arguments))
     flags = {
         f"--sparse-method {server_args.sparse_method}": server_args.sparse_method and server_args.sparse_config,

@@ -18,6 +18,8 @@ COUNTED = (
 )
 # Of a method whose kernel looks at every key, and skips the values of some blocks.
 BLOCKS_COUNTED = ("blocks_visited", "blocks_skipped")
+# Of lossless decoding.
+DRAFTS_COUNTED = ("verified_rounds", "undrafted_steps", "drafted_tokens", "accepted_tokens", "judged_drafts")
 # Of a prefill method; in what `moved` returns they have the prefix ``prefill_``, as in the server's metrics.
 PREFILL_COUNTED = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
@@ -31,9 +33,10 @@ class Unreachable(EvaluationError):
 
 
 def counts_of(state: dict[str, Any]) -> dict[str, int]:
-    """The counters in what a server says: ``COUNTED``, and where its methods have them the other two tuples."""
+    """The counters in what a server says: ``COUNTED``, and where it has them the other tuples."""
     prefill = state.get("prefill") or {}
-    found = {name: state[name] for name in COUNTED} | {name: state[name] for name in BLOCKS_COUNTED if name in state}
+    some = (*BLOCKS_COUNTED, *DRAFTS_COUNTED)
+    found = {name: state[name] for name in COUNTED} | {name: state[name] for name in some if name in state}
     return found | {f"prefill_{name}": prefill[name] for name in PREFILL_COUNTED if prefill}
 
 

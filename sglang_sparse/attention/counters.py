@@ -72,6 +72,16 @@ class DraftCounts:
     accepted: int = 0
     judged: int = 0
 
+    def totals(self) -> dict[str, int]:
+        """Return the counts by their names in the server info."""
+        return {
+            "verified_rounds": self.rounds,
+            "undrafted_steps": self.dense_steps,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "judged_drafts": self.judged,
+        }
+
     def add(self, steps: int, right: Sequence[int]) -> None:
         """Count a round of ``steps`` drafts a row, of which ``right[row]`` were accepted."""
         self.rounds += steps > 0
@@ -98,7 +108,7 @@ class Counters:
 
     Attributes:
         rectify: what rectification did.
-        drafts: what rounds of lossless decoding did.
+        drafts: what rounds of lossless decoding did; None on servers without it.
         aux_bytes: bytes of the page summaries on this rank.
         sparse_layers: layers that run sparse.
         index_keys: keys that this project's indexer stored in prefill, over all layers.
@@ -120,7 +130,7 @@ class Counters:
     ):
         self.select_stats = select_stats
         self.rectify = RectifyCounts()
-        self.drafts = DraftCounts()
+        self.drafts: DraftCounts | None = None
         self.aux_bytes = aux_pools.nbytes
         self._settings = settings
         self._pools = aux_pools
@@ -187,11 +197,7 @@ class Counters:
             "finish_passes": rectify.finish_passes,
             "finish_tokens_rectified": rectify.finish_tokens,
             "tail_tokens_dropped": rectify.tail_tokens_dropped,
-            "verified_rounds": self.drafts.rounds,
-            "undrafted_steps": self.drafts.dense_steps,
-            "drafted_tokens": self.drafts.drafted,
-            "accepted_tokens": self.drafts.accepted,
-            "judged_drafts": self.drafts.judged,
+            **(self.drafts.totals() if self.drafts else {}),
             **self._added([counts.host_totals() for counts in self._selections]),
             **(
                 {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}

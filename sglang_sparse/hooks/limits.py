@@ -57,6 +57,10 @@ def _above_one(field: str) -> Judge:
     return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
+def _lossless(args: Arguments) -> str | None:
+    return args.speculative_algorithm if drafts_itself(args) else None
+
+
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
@@ -169,11 +173,7 @@ FLAG_LIMITS = (
 )
 
 RECTIFY_LIMITS = (
-    FlagLimit(
-        "lossless decoding",
-        lambda args: args.speculative_algorithm if drafts_itself(args) else None,
-        "each of its verifications is a dense pass over all new tokens",
-    ),
+    FlagLimit("lossless decoding", _lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
     FlagLimit("dense layers of another parallelism", _set("moe_dense_tp_size"), _COUNTED_BEFORE),

@@ -9,6 +9,7 @@ import torch
 
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.counters import DraftCounts
 from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
 from sglang_sparse.attention.kv_scales import attend_in_the_cache
 from sglang_sparse.attention.protocols import ModelRunner
@@ -44,8 +45,10 @@ def wrap_attention_backend(
         attend_in_the_cache(backend, runner.model)
     wrapped = SparseAttentionBackend(backend, runner, settings)
     buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
-    prefill_backend = arguments.of(runner.server_args).get_attention_backends()[0]
-    wrapped.divide = divider_of(prefill_backend, model, buffers.overflow.device)
+    args = arguments.of(runner.server_args)
+    wrapped.divide = divider_of(args.get_attention_backends()[0], model, buffers.overflow.device)
+    if arguments.drafts_itself(args):
+        wrapped.counters.drafts = DraftCounts()
     for path in wrapped.keeps:
         if path.method.compacts:
             path.compaction = Compaction(path.method, buffers, kv_pool)

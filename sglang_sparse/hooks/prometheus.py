@@ -47,6 +47,14 @@ COUNTERS = {
     "finish_tokens_rectified": "Tokens encoded again densely at the end of finished requests (rectify_on_finish).",
     "tail_tokens_dropped": "Approximate tokens at the end of finished requests, whose KV was freed instead of shared.",
 }
+# Those of lossless decoding, published only with it.
+DRAFT_COUNTERS = {
+    "verified_rounds": "Rounds of lossless decoding: drafts of all rows, then a dense pass that verifies them.",
+    "undrafted_steps": "Decode steps of lossless decoding that ran dense and drafted nothing: drafts would not pay.",
+    "drafted_tokens": "Tokens drafted by the sparse method.",
+    "accepted_tokens": "Of the drafted tokens, those that the dense pass chose too.",
+    "judged_drafts": "The accepted tokens and each row's first wrong draft of a round; none behind it is judged.",
+}
 # Published as sglang:sparse_<name>.
 GAUGES = {
     "active_fraction": "Pages attended to divided by pages held, over the sparse decode passes of the last report "
@@ -77,8 +85,8 @@ class Interval:
     """Counts between two reports.
 
     Attributes:
-        counts: increase of each of ``COUNTERS``, of ``PREFILL_COUNTERS`` with a prefill method, and of the methods'
-            ``method_counters``.
+        counts: increase of each of ``COUNTERS``, of ``PREFILL_COUNTERS`` with a prefill method, of ``DRAFT_COUNTERS``
+            with lossless decoding, and of the methods' ``method_counters``.
         max_delay_steps: the longest wait of a row that was rectified, in decode steps beyond its interval.
     """
 
@@ -120,12 +128,21 @@ class Interval:
         skipped, visited = (self.counts.get(f"{phase}blocks_{kind}") for kind in ("skipped", "visited"))
         return [] if visited is None else [f"blocks skipped/visited: {skipped}/{visited}"]
 
+    def _of_drafts(self) -> list[str]:
+        if "drafted_tokens" not in (of := self.counts):
+            return []
+        return [
+            f"drafts accepted: {of['accepted_tokens']}/{of['drafted_tokens']} in {of['verified_rounds']} rounds",
+            f"steps without drafts: {of['undrafted_steps']}",
+        ]
+
     def _of_decode(self) -> list[str]:
         of = self.counts
         return [
             f"active fraction: {_share(self.active_fraction)}",
             f"pages attended/held: {of['pages_attended']}/{of['pages_held']}",
             *self._of_blocks(),
+            *self._of_drafts(),
             f"rectified: {of['rectified_requests']} requests {of['rectified_tokens']} tokens in "
             f"{of['rectifying_steps']} steps",
             f"wait: {self.mean_delay_steps:.1f} steps (max {self.max_delay_steps})",
@@ -225,7 +242,8 @@ def _with_prefill(names: dict[str, str], more: dict[str, str], counters: Counter
 
 
 def _counters(counters: Counters) -> dict[str, str]:
-    return _with_prefill(COUNTERS, PREFILL_COUNTERS, counters) | method_counters(counters)
+    of_drafts = DRAFT_COUNTERS if counters.drafts else {}
+    return _with_prefill(COUNTERS, PREFILL_COUNTERS, counters) | of_drafts | method_counters(counters)
 
 
 class IntervalReport:

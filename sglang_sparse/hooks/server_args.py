@@ -12,7 +12,7 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse.config import arguments
-from sglang_sparse.config.arguments import SPARSE_SELF, Arguments, drafts_itself
+from sglang_sparse.config.arguments import Arguments, drafts_itself
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, build, page_size_fields, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
@@ -148,9 +148,7 @@ def _config_json(server_args: Arguments) -> dict[str, object]:
 
 
 def _refuse_orphans(server_args: Arguments) -> None:
-    if drafts_itself(server_args) and not server_args.sparse_method:
-        message = f"--speculative-algorithm {SPARSE_SELF} needs --sparse-method, which was not given"
-        raise SparseArgumentError(message, field="--speculative-algorithm", got=server_args.speculative_algorithm)
+    refusals.require_drafter(server_args)
     for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
         if getattr(server_args, config) is not None and not getattr(server_args, method):
             flag, needed = (f"--{name.replace('_', '-')}" for name in (config, method))
@@ -166,7 +164,8 @@ def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv:
     """
     try:
         server_args = original(argv)
-        if any(getattr(server_args, name) is not None for name in SparseServerArgs.__annotations__):
+        ours = any(getattr(server_args, name) is not None for name in SparseServerArgs.__annotations__)
+        if ours or drafts_itself(arguments.of(server_args)):
             server_args.resolve_once()
         return server_args
     except (SparseArgumentError, UnsupportedSGLangError) as error:

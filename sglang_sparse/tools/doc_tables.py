@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from sglang_sparse.config.arguments import SPARSE_SELF
 from sglang_sparse.hooks import limits, refusals
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
@@ -50,6 +51,7 @@ GLANCE: Mapping[str, Mapping[str, object]] = {
     "pipeline parallelism": {"pp_size": 2},
     "data parallelism": {"dp_size": 2},
     "mixed chunks": {"enable_mixed_chunk": True},
+    "lossless decoding": {"speculative_algorithm": SPARSE_SELF},
     "speculative decoding": {"speculative_algorithm": "EAGLE"},
     "LoRA": {"enable_lora": True},
     "prefill-decode disaggregation": {"disaggregation_mode": "prefill"},
@@ -221,7 +223,7 @@ def _of_answers() -> Iterator[Refused]:
         for name, found in asked.items():
             if found.reason is not None and not any(reason in found.reason for reason in known):
                 # The part before the colon names the flag.
-                yield name, [method], found.reason.partition(": ")[2]
+                yield name, [method], found.reason.partition(": ")[2] or found.reason
 
 
 def _refusing() -> dict[tuple[str, tuple[str, ...]], list[str]]:
@@ -246,6 +248,14 @@ def refusals_table() -> str:
         for (reason, names), things in _refusing().items()
     ]
     return table(["refused", "by", "why"], rows)
+
+
+def drafts_table() -> str:
+    """Return the table of what lossless decoding excludes, with reasons."""
+    merged: dict[str, list[str]] = {}
+    for limit in limits.DRAFT_LIMITS:
+        merged.setdefault(limit.reason, []).append(limit.name)
+    return table(["refused with lossless decoding", "why"], [[", ".join(names), why] for why, names in merged.items()])
 
 
 def refused_by(method: Method) -> list[list[str]]:
@@ -301,6 +311,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "features": features_table,
     "gpus": gpus_table,
     "refusals": refusals_table,
+    "drafts": drafts_table,
 }
 
 

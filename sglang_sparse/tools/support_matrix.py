@@ -15,12 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config import arguments
-from sglang_sparse.config.files import read_config
+from sglang_sparse.config.arguments import SPARSE_SELF
 from sglang_sparse.config.machine import Gpu
-from sglang_sparse.config.settings import Settings, build, page_size_fields
+from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import dsa_flags, refusals
 from sglang_sparse.hooks.limits import DENSE_BACKENDS, dense_backends
+from sglang_sparse.hooks.server_args import SparseServerArgs, resolve
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.support import KINDS
 
@@ -42,6 +43,7 @@ FLAGS: tuple[Mapping[str, object], ...] = (
     {"enable_mixed_chunk": True},
     {"enable_return_hidden_states": True},
     {"kv_events_config": "{}"},
+    {"speculative_algorithm": SPARSE_SELF},
 )
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Fields that may make a method fit.
@@ -157,8 +159,6 @@ def _checkpoint(kind: str) -> TemporaryDirectory[str]:
 
 def _server(kind: str, changes: Mapping[str, object]) -> Arguments:
     """Return SGLang's arguments unresolved, since resolving would inspect this machine."""
-    from sglang_sparse.hooks.server_args import SparseServerArgs
-
     return arguments.of(SparseServerArgs(**{"model_path": _checkpoint(kind).name, **changes}))
 
 
@@ -184,12 +184,7 @@ def _asked(method: Method, place: Place, changes: Mapping[str, object]) -> tuple
         fields["page_size"] = changes["page_size"]
     config = "sparse_prefill_config" if method.prefill else "sparse_config"
     args = _server(place.kind, {method.option: method.name, config: fields, **changes})
-    settings = build(
-        args.sparse_method,
-        read_config(args.sparse_config) if args.sparse_method else page_size_fields(args),
-        args.sparse_prefill_method,
-        read_config(args.sparse_prefill_config),
-    )
+    settings = resolve(args)
     if args.page_size is None:
         args.page_size = settings.config.page_size
     if args.attention_backend is None:

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import torch
 
-from sglang_sparse.attention.counters import Counters, RectifyCounts
+from sglang_sparse.attention.counters import Counters, DraftCounts, RectifyCounts
 from sglang_sparse.attention.plan import DecodePlan, GroupPlan
 from sglang_sparse.config.settings import build
 from sglang_sparse.config.versions import SUPPORTED_SGLANG
@@ -94,6 +94,20 @@ def test_every_rectification_count_is_handed_out() -> None:
     snapshot = counted.snapshot()
     assert [snapshot[flat] for flat in FLAT.values()] == list(range(1, len(FLAT) + 1))
     assert counted.host_totals().items() <= snapshot.items()
+
+
+def test_rounds_of_drafts() -> None:
+    """What follows a round's drafts in its verification is no draft, though it may be right."""
+    counted = counters()
+    plain = counted.snapshot()
+    counted.drafts = DraftCounts()
+    counted.drafts.add(3, [0, 2, 3])
+    counted.drafts.add(2, [3, 1])
+    counted.drafts.add(0, [0, 0])
+    names = ("verified_rounds", "undrafted_steps", "drafted_tokens", "accepted_tokens", "judged_drafts")
+    found = dict(zip(names, (2, 1, 13, 8, 11), strict=True))
+    assert counted.snapshot() == plain | found and not plain.keys() & found, "other servers have none of these"
+    assert found.items() <= counted.host_totals().items()
 
 
 def test_the_longest_wait_is_taken_by_intervals_and_kept_over_all() -> None:

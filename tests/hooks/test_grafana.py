@@ -16,7 +16,7 @@ from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.server_args import ServerArgs
 
-from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.counters import Counters, DraftCounts
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks.prometheus import KEPT_COUNTERS, Metrics
@@ -73,10 +73,17 @@ def compacting() -> Counters:
     return Counters(settings, pools, SHAPE, torch.zeros(SELECT_STATS, dtype=torch.int64), keeps=(keeps,))
 
 
+def drafting() -> Counters:
+    """Of a server with lossless decoding."""
+    counted = skipping()
+    counted.drafts = DraftCounts()
+    return counted
+
+
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """The labels of each metric that some server exports; ``tests/server`` asks live ones."""
-    return exported_by(skipping) | exported_by(compacting)
+    return exported_by(drafting) | exported_by(compacting)
 
 
 def expressions() -> list[str]:

@@ -13,7 +13,7 @@ from refusals import refused
 
 from sglang_sparse.attention import kv_scales
 from sglang_sparse.config import settings as config
-from sglang_sparse.hooks import refusals
+from sglang_sparse.hooks import kv_dtypes
 
 SCALES = Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa" / "kv_scales.json"
 
@@ -62,12 +62,12 @@ def test_sparse_prefill_takes_fp8_kv_with_scales(
     for method in ("anchor", "skip_softmax"):
         settings = config.build(None, {}, method, {})
         if served:
-            refusals.require_dtypes(args, settings, gpu=True)
+            kv_dtypes.require_dtypes(args, settings, gpu=True)
             continue
         with refused("--kv-cache-dtype", "fp8_e4m3") as caught:
-            refusals.require_dtypes(args, settings, gpu=True)
+            kv_dtypes.require_dtypes(args, settings, gpu=True)
         assert "--quantization-param-path FILE" in caught.value.allowed
-    refusals.require_dtypes(args, config.build("resa", {}), gpu=True)
+    kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_a_checkpoint_may_make_the_cache_float8(
         assert (stored == torch.float8_e4m3fn) == (float8 and dtype == "auto")
     made = float8 and dtype == "auto"
     with refused("--attention-backend", "torch_native") if made else nullcontext():
-        refusals.require_dtypes(args, config.build("resa", {}), gpu=True)
+        kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu=True)
     with refused("--kv-cache-dtype", "auto") if made else nullcontext() as caught:
-        refusals.require_dtypes(args, config.build("rocketkv", {}), gpu=True)
+        kv_dtypes.require_dtypes(args, config.build("rocketkv", {}), gpu=True)
     assert caught is None or caught.value.allowed == "bf16"
 
 
@@ -135,9 +135,9 @@ def test_fp8_on_a_gpu_that_has_none(asked: bool, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         gpu = capability if asked else None
         # Its kernels read float8 as integers there.
-        refusals.require_dtypes(args, config.build("dsa", {}), gpu)
+        kv_dtypes.require_dtypes(args, config.build("dsa", {}), gpu)
         with nullcontext() if served else refused("--kv-cache-dtype", "fp8_e4m3") as caught:
-            refusals.require_dtypes(args, config.build("resa", {}), gpu)
+            kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu)
         assert caught is None or f"this one has {capability[0]}.{capability[1]}" in str(caught.value)
 
 

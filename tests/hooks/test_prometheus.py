@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_sparse.attention.counters import PREFILL_TOTALS, Counters
+from sglang_sparse.attention.counters import PREFILL_TOTALS, Counters, DraftCounts
 from sglang_sparse.attention.plan import DecodePlan, GroupPlan
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
@@ -208,6 +208,23 @@ def test_blocks_that_both_phases_skip(registry: CollectorRegistry, caplog: pytes
     (line,) = set(lines(caplog))
     assert "active fraction: 1.000, pages attended/held: 60/60, blocks skipped/visited: 5/12, rectified" in line
     assert line.endswith("tokens: 0 sparse 0 dense, blocks skipped/visited: 40/90")
+
+
+def test_drafts_of_lossless_decoding(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
+    counted = counters()
+    counted.drafts = DraftCounts()
+    reports = publishing(counted, registry), reporting(counted)
+    for reported in (1.0, 2.0):
+        counted.drafts.add(6, [6, 1])
+        counted.drafts.add(0, [0])
+        for report in reports:
+            report.step(reported)
+    shown, state = published(registry), counted.snapshot()
+    totals = {name: shown[f"sglang:sparse_{name}_total"] for name in prometheus.DRAFT_COUNTERS}
+    assert totals == counted.drafts.totals() and totals.items() <= state.items()
+    assert list(totals.values()) == [2, 2, 24, 14, 16]
+    (line,) = set(lines(caplog))
+    assert "held: 0/0, drafts accepted: 7/12 in 1 rounds, steps without drafts: 1, rectified" in line
 
 
 def test_the_line_of_a_prefill_method(caplog: pytest.LogCaptureFixture, prefill: PrefillPath) -> None:

@@ -18,7 +18,7 @@ from resolved import ServerArgs
 
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.settings import build
-from sglang_sparse.hooks import refusals
+from sglang_sparse.hooks import kv_dtypes
 from sglang_sparse.methods.fingerprint import INDEX
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
@@ -164,9 +164,9 @@ def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> Non
         get_attention_backends=lambda: ["dsa"],
     )
     with refused("--kv-cache-dtype", "fp8_e4m3"):
-        refusals.require_dtypes(args, build("rocketkv", {}))
+        kv_dtypes.require_dtypes(args, build("rocketkv", {}))
     for method in ("resa", "dsa"):
-        refusals.require_dtypes(args, build(method, {}))
+        kv_dtypes.require_dtypes(args, build(method, {}))
 
 
 def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:

@@ -22,7 +22,7 @@ from sglang_sparse.hooks import limits, refusals
 from sglang_sparse.methods import registry, support
 from sglang_sparse.methods.dsa import decode
 from sglang_sparse.methods.support import KINDS
-from sglang_sparse.tools import doc_tables, support_matrix
+from sglang_sparse.tools import doc_tables, dry_run, support_matrix
 from sglang_sparse.tools.doc_tables import PARTS
 from sglang_sparse.tools.support_matrix import FLAGS, UNRECTIFIED, Method, Place
 
@@ -198,6 +198,9 @@ def test_every_limit_is_in_the_tables() -> None:
     rows = doc_tables.refusals_table().splitlines()
     everyone = (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
     everyone += limits.COMPACT_LIMITS
+    drafts = doc_tables.drafts_table().splitlines()
+    for limit in limits.DRAFT_LIMITS:
+        assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in drafts), limit.name
     for limit in (*everyone, *decode.INDEXER_LIMITS):
         assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in rows), limit.name
     for limit in decode.INDEXER_LIMITS:
@@ -213,6 +216,25 @@ def test_arguments_with_a_method_are_judged(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         check.main(["--model-path", model, "--sparse-method", "resa", "--enable-lora"])
     assert "cannot run with LoRA" in capsys.readouterr().err
+
+
+def test_a_server_that_decodes_losslessly_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model-path", write_config(tmp_path, "qwen3"), "--speculative-algorithm", "SPARSE_SELF"]
+    assert check.main([*asked, "--sparse-method", "resa"]) == 0
+    assert '"rectify_interval": 0' in capsys.readouterr().out
+    for refused, why in {
+        ("--sparse-method", "resa", "--speculative-num-steps", "17"): "allowed: 1 to 16 drafts",
+        ("--sparse-prefill-method", "anchor"): "needs --sparse-method",
+    }.items():
+        with pytest.raises(SystemExit):
+            check.main([*asked, *refused])
+        assert why in capsys.readouterr().err
+        assert why in str(dry_run.refusal([*asked, *refused], "MHA/GQA", gpu=False))
+    assert check.main(asked) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("these arguments start no server: SPARSE_SELF needs --sparse-method")
+    assert "| `--sparse-method resa` | yes |" in said
+    assert "| `--sparse-prefill-method anchor` | no | --speculative-algorithm SPARSE_SELF needs" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")

@@ -91,7 +91,9 @@ class SparseSelfWorker(BaseSpecWorker):
 
     @property
     def _counts(self) -> DraftCounts:
-        return self._backend.counters.drafts
+        counts = self._backend.counters.drafts
+        assert counts is not None, "made with the backend of a server that drafts"
+        return counts
 
     def forward_batch_generation(
         self,
