@@ -16,21 +16,21 @@ class Hook:
         kind: SGLang's hook type.
         function: ``module:function`` of this package, imported at its first call: a server without a sparse flag
             loads only this table and the flags.
-        process: the process that it changes.
         purpose: its purpose, for ``patches/README.md``.
         method: the only method that needs it; None for several. On a GPU it is hooked in servers of that method
             alone.
         gpu: True to act with a GPU only, False without one only, None in both cases.
+        process: the process that it changes.
     """
 
     target: str
     parameters: str
     kind: Literal["AFTER", "AROUND"]
     function: str
-    process: Literal["main", "scheduler", "both"]
     purpose: str
     method: str | None = None
     gpu: bool | None = None
+    process: Literal["main", "scheduler", "both"] = "scheduler"
 
 
 HOOKS = (
@@ -39,23 +39,22 @@ HOOKS = (
         "argv",
         "AROUND",
         "hooks.server_args:prepare_server_args",
-        "main",
         "print a refusal on the command line as one message, with exit status 2",
+        process="main",
     ),
     Hook(
         "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
         "server_args",
         "AROUND",
         "attention.cuda_graphs:no_post_capture_sizing",
-        "both",
         "switch off post-capture KV sizing, which would charge the page summaries twice",
+        process="both",
     ),
     Hook(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "self, kvc, num_layers",
         "AFTER",
         "attention.memory:charge_aux_bytes",
-        "scheduler",
         "count the page summaries in SGLang's memory sizing",
     ),
     Hook(
@@ -63,7 +62,6 @@ HOOKS = (
         "*, model, kv_cache_dtype",
         "AFTER",
         "attention.kv_scales:complete_scales",
-        "scheduler",
         "provide the scales of --quantization-param-path in both forms that attention reads",
     ),
     Hook(
@@ -71,7 +69,6 @@ HOOKS = (
         "self, pre_model_load_memory",
         "AFTER",
         "attention.memory:charge_scratch",
-        "scheduler",
         "leave memory free for the temporary buffers of sparse passes",
     ),
     Hook(
@@ -79,7 +76,6 @@ HOOKS = (
         "self, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool",
         "AFTER",
         "attention.memory:attach_aux_pools",
-        "scheduler",
         "allocate the page summaries next to the KV pool",
     ),
     Hook(
@@ -87,7 +83,6 @@ HOOKS = (
         "runner, full_attn_backend",
         "AROUND",
         "hooks.model_runner:wrap_attention_backend",
-        "scheduler",
         "wrap the dense attention backend",
     ),
     Hook(
@@ -95,7 +90,6 @@ HOOKS = (
         "hf_config",
         "AFTER",
         "attention.cuda_graphs:add_variants",
-        "scheduler",
         "capture a dense and a sparse decode graph for every batch size, and choose between them for each batch",
     ),
     Hook(
@@ -103,7 +97,6 @@ HOOKS = (
         "self",
         "AFTER",
         "scheduler.speculation.graphs:verify_runner",
-        "scheduler",
         "lossless decoding: record the graphs of the dense verification",
         gpu=True,
     ),
@@ -112,7 +105,6 @@ HOOKS = (
         "spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker",
         "AFTER",
         "scheduler.speculation.graphs:dummy_input",
-        "scheduler",
         "lossless decoding: make the input of warm-up passes at the width of a verification",
         gpu=True,
     ),
@@ -124,7 +116,6 @@ HOOKS = (
         ),
         "AFTER",
         "scheduler.exact_kv:begin_pass",
-        "scheduler",
         "decide which rows run sparse, and track how much of each request's KV is exact",
     ),
     Hook(
@@ -132,8 +123,8 @@ HOOKS = (
         "self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None",
         "AROUND",
         "hooks.requests:refuse_bad_options",
-        "main",
         "answer a bad field in a request's custom_params with HTTP status 400",
+        process="main",
     ),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
@@ -143,7 +134,6 @@ HOOKS = (
         ),
         "AROUND",
         "scheduler.rectification:run_step",
-        "scheduler",
         "decide which rows of a decode step are rectified",
     ),
     Hook(
@@ -154,7 +144,6 @@ HOOKS = (
         ),
         "AROUND",
         "scheduler.rectification:run_passes",
-        "scheduler",
         "run the dense extend pass over due rows, then the decode pass over the others",
     ),
     Hook(
@@ -162,7 +151,6 @@ HOOKS = (
         "self, logits_output, forward_batch",
         "AROUND",
         "scheduler.forced_tokens:sample",
-        "scheduler",
         "force the output tokens that a request asks for",
     ),
     Hook(
@@ -170,7 +158,6 @@ HOOKS = (
         "self, batch, result",
         "AROUND",
         "scheduler.rectification:finish_exactly",
-        "scheduler",
         "rectify_on_finish: run dense passes over the tails of finished requests",
     ),
     Hook(
@@ -178,7 +165,6 @@ HOOKS = (
         "req, tree_cache, *, checkpoint",
         "AROUND",
         "scheduler.rectification:hold_release",
-        "scheduler",
         "rectify_on_finish: hold the release back until the pass is launched",
     ),
     Hook(
@@ -186,7 +172,6 @@ HOOKS = (
         "self, batch",
         "AFTER",
         "scheduler.compaction:compact_running",
-        "scheduler",
         "rocketkv: move the kept blocks of a prompt to private pages and release the prompt",
     ),
     Hook(
@@ -194,7 +179,6 @@ HOOKS = (
         "self",
         "AFTER",
         "scheduler.exact_kv:forget_exact_length",
-        "scheduler",
         "forget the exact length of a retracted request, which is prefilled again",
     ),
     Hook(
@@ -202,7 +186,6 @@ HOOKS = (
         "self, input_len",
         "AFTER",
         "scheduler.prefill_chunks:limit_match",
-        "scheduler",
         "sparse prefill, rocketkv: end the cached prefix where the method allows it",
     ),
     Hook(
@@ -210,7 +193,6 @@ HOOKS = (
         "self, req, has_chunked_req, truncation_align_size",
         "AROUND",
         "scheduler.prefill_chunks:add_request",
-        "scheduler",
         "sparse prefill, rocketkv: end a request's first chunk where the method allows it",
     ),
     Hook(
@@ -218,7 +200,6 @@ HOOKS = (
         "self, req",
         "AROUND",
         "scheduler.prefill_chunks:add_chunk",
-        "scheduler",
         "sparse prefill, rocketkv: the same for further chunks",
     ),
     Hook(
@@ -226,7 +207,6 @@ HOOKS = (
         "self, req, *, up_to, **kwargs",
         "AROUND",
         "scheduler.prefill_chunks:cache_whole_groups",
-        "scheduler",
         "sparse prefill: insert only complete groups into the radix tree",
     ),
     Hook(
@@ -234,7 +214,6 @@ HOOKS = (
         "self, params",
         "AROUND",
         "scheduler.prefix_keys:mark_lookup",
-        "scheduler",
         "sparse prefill: keep prompts that differ within a group from sharing any of it",
     ),
     Hook(
@@ -242,7 +221,6 @@ HOOKS = (
         "self, params",
         "AROUND",
         "scheduler.prefix_keys:mark_insert",
-        "scheduler",
         "the same for inserts into the tree; check_exactness: record them",
     ),
     Hook(
@@ -250,7 +228,6 @@ HOOKS = (
         "self",
         "AROUND",
         "scheduler.exact_kv:exact_committed_len",
-        "scheduler",
         "insert only exact KV into the radix tree",
     ),
     Hook(
@@ -258,7 +235,6 @@ HOOKS = (
         "req, start_p, end_p, tree_cache",
         "AROUND",
         "scheduler.exact_kv:release_inexact_tail",
-        "scheduler",
         "free the approximate tail of a finished request",
     ),
     Hook(
@@ -266,7 +242,6 @@ HOOKS = (
         "self, *args, **kwargs",
         "AROUND",
         "attention.dsa.indexer:choose",
-        "scheduler",
         "DSA without a GPU: choose the tokens to attend to",
         "dsa",
         gpu=False,
@@ -276,7 +251,6 @@ HOOKS = (
         "self",
         "AROUND",
         "hooks.model_runner:hook_method",
-        "scheduler",
         (
             "refuse layers that are not served; DSA: check weights that SGLang has just downloaded; on a GPU first "
             "install the hooks below, for DSA only"
@@ -287,7 +261,6 @@ HOOKS = (
         "self, x, q_lora, positions, forward_batch, layer_id, return_indices=True, use_cuda_graph=True",
         "AROUND",
         "attention.dsa.indexer:choose",
-        "scheduler",
         "DSA on a GPU: choose the tokens to attend to",
         "dsa",
         gpu=True,
@@ -300,7 +273,6 @@ HOOKS = (
         ),
         "AROUND",
         "attention.dsa.native_indexer:choose",
-        "scheduler",
         "DSA on a GPU: always choose the same tokens from SGLang's own logits",
         "dsa",
         gpu=True,
@@ -310,7 +282,6 @@ HOOKS = (
         "",
         "AFTER",
         "attention.dsa.native_indexer:schedule",
-        "scheduler",
         "DSA on a GPU: skip the schedule of SGLang's logits if other logits are used; it fails on GPUs without them",
         "dsa",
         gpu=True,
@@ -320,7 +291,6 @@ HOOKS = (
         "self, seqlens_expanded",
         "AROUND",
         "attention.dsa.native_indexer:plan",
-        "scheduler",
         "DSA on a GPU: skip the plan of SGLang's selection if another one runs",
         "dsa",
         gpu=True,
@@ -330,7 +300,6 @@ HOOKS = (
         "self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale",
         "AROUND",
         "attention.dsa.latents:attend",
-        "scheduler",
         "DSA: attend to the chosen tokens",
         "dsa",
     ),
@@ -339,7 +308,6 @@ HOOKS = (
         "*, model_config, kv_cache_dtype",
         "AROUND",
         "attention.dsa.latents:row_width",
-        "scheduler",
         "DSA: keep scales of float8 latents in the KV pool when the portable attention replaces a backend without them",
         "dsa",
     ),
@@ -348,7 +316,6 @@ HOOKS = (
         "self, dst_buffer, loc, cache_k_nope, cache_k_rope",
         "AROUND",
         "attention.dsa.latents:write",
-        "scheduler",
         "DSA: write float8 latents, which SGLang does on GPUs that have float8",
         "dsa",
     ),
@@ -357,16 +324,15 @@ HOOKS = (
         "view",
         "AROUND",
         "hooks.dsa_flags:keep_replaced_backend",
-        "main",
         "DSA on a GPU: allow float8 latents with the backend that the portable attention replaces",
         gpu=True,
+        process="main",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",
         "self",
         "AFTER",
         "debug.tree_check:check_when_idle",
-        "scheduler",
         "check_exactness: prove by recomputation that the radix tree is exact",
     ),
     Hook(
@@ -374,7 +340,6 @@ HOOKS = (
         "self",
         "AFTER",
         "hooks.server_info:report_active",
-        "scheduler",
         "tell the main process that the scheduler runs sparse",
     ),
     Hook(
@@ -385,15 +350,14 @@ HOOKS = (
         ),
         "AFTER",
         "hooks.server_info:require_active_schedulers",
-        "main",
         "end the start when a scheduler runs dense",
+        process="main",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
         "self",
         "AFTER",
         "hooks.prometheus:start",
-        "scheduler",
         "create the sparse Prometheus metrics",
     ),
     Hook(
@@ -401,7 +365,6 @@ HOOKS = (
         "self, can_run_cuda_graph, running_batch=None, num_generated_tokens=0",
         "AFTER",
         "hooks.prometheus:follow",
-        "scheduler",
         "write a log line and metrics for each decode report",
     ),
     Hook(
@@ -409,7 +372,6 @@ HOOKS = (
         "self, recv_req",
         "AFTER",
         "hooks.server_info:add_internal_state",
-        "scheduler",
         "add counters to /server_info",
     ),
 )

@@ -126,12 +126,12 @@ def _rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
     return view
 
 
-def without_sampling(batch: object) -> Any:
+def without_sampling(batch: Any) -> Any:
     """Copy a ``ScheduleBatch`` for a pass within its step.
 
     Log-probabilities, grammars and penalties belong to sampling, which sees the whole batch.
     """
-    view: Any = copy.copy(batch)
+    view = copy.copy(batch)
     view.return_logprob = False
     view.top_logprobs_nums = None
     view.token_ids_logprobs = None
