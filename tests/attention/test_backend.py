@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
 from sglang_sparse.attention import cuda_graphs
@@ -85,19 +86,19 @@ def make_backend() -> SparseAttentionBackend:
     backend.method, backend.groups = method, SimpleNamespace(methods=(method,))  # pyright: ignore
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
     backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
-    backend.prefill = backend._captured_rows = None
+    backend.prefill = backend._captured = None
+    backend._graph_tokens = 0
     backend.keeps = ()
     backend._views = (allocate_view(1, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64)),)
     return backend
 
 
-def forward(backend: SparseAttentionBackend, layer_id: int) -> torch.Tensor:
+def forward(backend: SparseAttentionBackend, layer_id: int, mode: ForwardMode = ForwardMode.DECODE) -> torch.Tensor:
     """One layer of the step; its key is 1 + its id in every dimension. Returns that key."""
     layer = SimpleNamespace(
         layer_id=layer_id, tp_q_head_num=1, qk_head_dim=DIM, scaling=1.0, k_scale=None, v_scale=None
     )
     vars(layer).update(k_scale_float=None, v_scale_float=None)
-    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
     key = torch.full((1, HEADS, DIM), 1.0 + layer_id)
     backend.forward(torch.ones(1, DIM), key, key, layer, batch)
@@ -124,8 +125,7 @@ def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
 def test_a_sparse_layer_asks_for_nothing_that_the_loaded_model_does_not_show() -> None:
     backend = make_backend()
     backend._views = None
-    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True)
-    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, out_cache_loc=torch.tensor([SLOT]))
     key = torch.ones(1, HEADS, DIM)
     layer = SimpleNamespace(layer_id=LAYERS[0])
     missing: Any = None
@@ -185,7 +185,7 @@ def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> N
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
     backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
     dense.forward = lambda q, k, v, layer, batch, save, **chosen: (layer.layer_id, chosen)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     query = torch.ones(1, DIM)
     for layer_id in range(4):
         layer = SimpleNamespace(layer_id=layer_id)
@@ -200,8 +200,7 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
     backend.prefill = None
     dense: Any = backend.dense
     dense.forward = lambda q, k, v, layer, batch, save, **parts: sorted(parts)
-    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True, is_extend=lambda: False)
-    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=torch.tensor([SLOT]))
     layer = SimpleNamespace(layer_id=LAYERS[0])
     part = torch.ones(1, HEADS, DIM)
 
@@ -233,7 +232,8 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
         for size in (2, 1, 2, 1):
             for label in variants.capture_labels:
                 _set_capture_attention_variant(label)
-                backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
+                batch = SimpleNamespace(batch_size=size, forward_mode=ForwardMode.DECODE)
+                backend.init_forward_metadata_out_graph(batch, in_capture=True)
                 captured[size, label] = wrappers[size], backend.view is not None
             assert captured[size, cuda_graphs.DENSE] == (wrappers[size], False)
             assert captured[size, cuda_graphs.SPARSE] == (wrappers[size], True)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.config import settings as config
@@ -26,6 +28,8 @@ def follow(
     lengths: list[int],
     prefixes: list[int] | None = None,
     fields: dict[str, object] = SPARSE,
+    algorithm: object = SpeculativeAlgorithm.NONE,
+    **more: object,
 ) -> None:
     args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
@@ -38,11 +42,13 @@ def follow(
     )
     runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
     batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_decode=lambda: mode == "decode", is_extend=lambda: mode == "extend"),
+        forward_mode=ForwardMode[mode.upper()],
+        spec_algorithm=algorithm,
         reqs=requests,
         seq_lens_cpu=torch.tensor(lengths),
         prefix_lens=prefixes,
         extend_lens=[n - p for n, p in zip(lengths, prefixes, strict=True)] if prefixes else None,
+        **more,
     )
     exact_kv.begin_pass(SimpleNamespace(), type(None), batch, runner)
 
@@ -117,6 +123,7 @@ def test_the_inexact_tail_is_freed_by_whole_pages(shareable_len: int, freed: tup
     tree.free_kv_row = MethodType(BasePrefixCache.free_kv_row, tree)
     follow("extend", [one := request()], [shareable_len], [0])
     one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=70)
+    one.origin_input_ids, one.output_ids_through_stop = [0] * 30, [0] * 41
     exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, shareable_len, 70, tree)
     assert request_state.state_of(one).counts.tail_tokens_dropped == 70 - shareable_len
     if freed is None:
