@@ -1,5 +1,6 @@
 """When the backend refreshes a method's buffers: before each selection where asked, and once at the end of a pass."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -122,6 +123,24 @@ def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
         assert torch.equal(early, keys[layer]) and late.count_nonzero() == 0
 
 
+def test_a_verification_is_dense_and_refreshes_what_it_writes() -> None:
+    """It is an extend pass by its mode, and yet no prefill: nothing is selected, kept, left out or counted."""
+    backend, untouched = make_backend(), SimpleNamespace()
+    backend._last_slots, backend.keeps = None, (untouched,)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.prefill = SimpleNamespace(layers=range(5), takes=lambda _: True)  # pyright: ignore
+    backend.counters = untouched  # pyright: ignore[reportAttributeAccessIssue]
+    keys = {layer: forward(backend, layer, ForwardMode.TARGET_VERIFY) for layer in range(4)}
+    assert backend.method.seen == []  # pyright: ignore[reportAttributeAccessIssue]
+    for layer, name in product(LAYERS, ("early", "late")):
+        assert torch.equal(backend._pools.buffer(name, layer)[SLOT // PAGE], keys[layer])
+    counted: list[torch.Tensor] = []
+    backend.counters = SimpleNamespace(add_extend=counted.append)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.prefill, backend.keeps, backend._last_slots = None, (), None
+    for layer in range(4):
+        forward(backend, layer, ForwardMode.EXTEND)
+    assert len(counted) == 1
+
+
 def test_a_sparse_layer_asks_for_nothing_that_the_loaded_model_does_not_show() -> None:
     backend = make_backend()
     backend._views = None
@@ -150,8 +169,13 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         select_stats=torch.zeros(4, dtype=torch.int64)
     )
+    backend.init_cuda_graph_state(2, 14)
+    found = backend._graph_views
+    assert (found is not None) == static
+    # Those of decode steps, after those of verifications.
+    backend.dense.init_cuda_graph_state = lambda *_: pytest.fail("what the first graphs read would be gone")
     backend.init_cuda_graph_state(2, 2)
-    assert (backend._graph_views is not None) == static
+    assert backend._graph_views is found
 
 
 @pytest.mark.parametrize("buffers", [VIEW_BUFFERS, ("page_table",), ()])
@@ -260,6 +284,17 @@ def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:
     cuda_graphs.offer(model, variants)
     assert cuda_graphs.add_variants(None, model) is variants
     assert cuda_graphs.add_variants(None, draft) is None
+
+
+def test_nothing_is_offered_while_a_verification_is_recorded() -> None:
+    model, variants = object(), cast("cuda_graphs.GraphVariants", object())
+    with cuda_graphs.withheld(model):
+        assert cuda_graphs.add_variants(None, model) is None
+    cuda_graphs.offer(model, variants)
+    with pytest.raises(KeyError), cuda_graphs.withheld(model):
+        assert cuda_graphs.add_variants(None, model) is None
+        raise KeyError
+    assert cuda_graphs.add_variants(None, model) is variants
 
 
 def test_a_pass_runs_by_the_plan_of_its_own_batch() -> None:

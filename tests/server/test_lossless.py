@@ -124,7 +124,7 @@ def test_an_end_in_the_middle_of_a_round(server, dense, some, outputs) -> None:
 
 def test_the_end_of_the_context(server, dense) -> None:
     """What is drafted behind it has no position that the model knows."""
-    for tokens in (6, 11):
+    for tokens in (7, 12):
         (prompt,) = random_prompts(tokens, [CONTEXT - tokens])
         wanted = {**GREEDY, "max_new_tokens": tokens}
         found = generate(server, prompt, wanted)
