@@ -139,9 +139,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("--speculative-num-steps", "speculative_num_steps", 17),
             on("--speculative-eagle-topk", "speculative_eagle_topk", 2),
             on("--speculative-num-draft-tokens", "speculative_num_draft_tokens", 6),
-            Trigger(
-                "--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}
-            ),
+            Trigger("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}),
             on("a draft model", "speculative_draft_model_path", "some/draft"),
             on("adaptive drafts", "speculative_adaptive"),
             on("mixed chunk", "enable_mixed_chunk"),
@@ -263,7 +261,9 @@ def test_what_cannot_draft_is_refused(asked: dict[str, Any], reason: str, tmp_pa
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize(("given", "steps"), [({}, 6), ({"speculative_num_steps": 1}, 1), ({"speculative_num_steps": 16}, 16)])
+@pytest.mark.parametrize(
+    ("given", "steps"), [({}, 6), ({"speculative_num_steps": 1}, 1), ({"speculative_num_steps": 16}, 16)]
+)
 def test_numbers_of_drafts_are_completed(given: dict[str, Any], steps: int, tmp_path: Path) -> None:
     args = ServerArgs(model_path=write_config(tmp_path, "qwen3"), **DRAFTS, **given)
     found = args.speculative_num_steps, args.speculative_num_draft_tokens, args.speculative_eagle_topk

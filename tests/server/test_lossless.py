@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_greedy_answers_are_a_dense_servers(server, some, outputs) -> None:
 
 
 def test_latent_drafts_are_verified(serve) -> None:
-    prompts = random_prompts(6, (64, 300))
+    prompts = random_prompts(6, (64, 200))
     with serve(MODELS / "tiny-mla", *FLAGS) as dense:
         outputs = greedy(dense, prompts, 16)
     with serve(MODELS / "tiny-mla", *SELF, method="robsa", config=ROBSA) as server:
@@ -115,20 +116,20 @@ def test_an_end_in_the_middle_of_a_round(server, dense, some, outputs) -> None:
     samplings += [{"ignore_eos": ignored, "logit_bias": {"2": 9.0}} for ignored in (False, True)]
     wanted = [{**GREEDY, "max_new_tokens": 9, **sampling} for sampling in samplings]
     with ThreadPoolExecutor(4) as pool:
-        found, expected = (
-            [*pool.map(lambda sampling: ends(generate(one, prompt, sampling)), wanted)] for one in (server, dense)
-        )
+        found = [*pool.map(lambda sampling: ends(generate(server, prompt, sampling)), wanted)]
+        expected = [*pool.map(lambda sampling: ends(generate(dense, prompt, sampling)), wanted)]
     for sampling, *both in zip(wanted, found, expected, strict=True):
         assert both[0] == both[1], sampling
 
 
 def test_the_end_of_the_context(server, dense) -> None:
     """What is drafted behind it has no position that the model knows."""
-    for tokens in (7, 12):
-        (prompt,) = random_prompts(tokens, [CONTEXT - tokens])
-        wanted = {**GREEDY, "max_new_tokens": tokens}
-        found = generate(server, prompt, wanted)
-        assert ends(found) == ends(generate(dense, prompt, wanted)) and len(found["output_ids"]) == tokens
+    for left in (7, 12):
+        (prompt,) = random_prompts(left, [CONTEXT - left])
+        wanted = {**GREEDY, "max_new_tokens": left}
+        found = ends(generate(server, prompt, wanted))
+        # SGLang takes two tokens less than there is room for.
+        assert found == ends(generate(dense, prompt, wanted)) and found[2] == {"type": "length", "length": left - 2}
     assert_nothing_leaked(server)
 
 
@@ -178,7 +179,7 @@ def test_several_answers_and_streaming(server, some, outputs) -> None:
         lines = [line for line in response.iter_lines() if line.startswith("data: {")]
     parts = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert parts[-1]["output_ids"] == outputs[3] and len(parts) > 2
-    assert all(later["text"].startswith(one["text"]) for one, later in zip(parts, parts[1:], strict=False))
+    assert all(later["text"].startswith(one["text"]) for one, later in pairwise(parts))
 
 
 def test_an_abort_leaks_nothing(server, some) -> None:
@@ -262,21 +263,22 @@ def test_options_that_a_verification_excludes_are_status_400(server) -> None:
     assert response.status_code == 400 and "presence_penalty" in response.text
 
 
-def test_retracted_rows_of_two_ranks_end_as_if_alone(serve, server, some, outputs) -> None:
-    """Rows without a seed have one of their name, so that they draw the same again."""
-    flags = ("--tp", "2", "--disable-overlap-schedule", "--max-total-tokens", "1900", "--random-seed", "7")
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.soak)])
+def test_retracted_rows_end_as_if_alone(serve, some, outputs, ranks) -> None:
+    """Rows without a seed have one of their name, so that they draw the same again, and alike on all ranks."""
+    flags = ("--tp", ranks, "--disable-overlap-schedule", "--max-total-tokens", "1900", "--random-seed", "7")
     retract = {**RETRACT, "SGLANG_TEST_RETRACT_INTERVAL": "4"}
 
     def draw(one: ServerProcess, row: int) -> list[int]:
         return generate(one, some[row], SAMPLED, rid=f"row-{row}")["output_ids"]
 
-    with serve(MODELS / "tiny-gqa", *SELF, *flags, config=RESA, env=retract) as ranks:
+    with serve(MODELS / "tiny-gqa", *SELF, *flags, config=RESA, env=retract) as server:
         with ThreadPoolExecutor(6) as pool:
-            drawn = [pool.submit(draw, ranks, row) for row in range(2)]
-            assert greedy(ranks, some, TOKENS, at_once=4) == outputs
+            drawn = [pool.submit(draw, server, row) for row in range(2)]
+            assert greedy(server, some, TOKENS, at_once=4) == outputs
             together = [one.result() for one in drawn]
-        assert "Testing retraction" in ranks.log()
-        assert [draw(ranks, row) for row in range(2)] == together
-        assert sparse_state(ranks)["tail_tokens_dropped"] == 0
-        assert_exact(ranks)
-        assert_nothing_leaked(ranks)
+        assert "Testing retraction" in server.log()
+        assert [draw(server, row) for row in range(2)] == together
+        assert sparse_state(server)["tail_tokens_dropped"] == 0
+        assert_exact(server)
+        assert_nothing_leaked(server)
