@@ -138,6 +138,9 @@ def test_grammars(server, dense, some) -> None:
     schema = {"type": "object", "properties": {"cat": {"type": "boolean"}}, "required": ["cat"]}
     compact = json.dumps({**schema, "additionalProperties": False})
     samplings = [{"regex": "[0-9]{9}"}, {"regex": "(cat|dog)[a-f]{1,7}!"}, {"json_schema": compact}, {}]
+    undrafted = {"temperature": 0.0, "max_new_tokens": 14, "regex": "[0-9]{5}"}
+    alone = generate(server, some[0], {**undrafted, "custom_params": {"sparse": False}})
+    assert ends(alone) == ends(generate(dense, some[0], undrafted))
     wanted: list[dict[str, Any]] = [{"temperature": 0.0, "max_new_tokens": 14, **sampling} for sampling in samplings]
     expected = [ends(generate(dense, some[0], sampling)) for sampling in wanted]
     sampled = [{**SAMPLED, "ignore_eos": False, "regex": "[0-9]{9}", "sampling_seed": seed} for seed in (1, 2)]
@@ -253,6 +256,8 @@ def test_what_a_verification_cannot_apply_is_status_400(server, sampling, field)
     request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **sampling}}
     response = server.client.post("/generate", json=request)
     assert response.status_code == 400 and f"{field}: got {sampling[field]}" in response.text
+    # A model may bring one, without which clients could not tell why their requests are refused.
+    assert ("--sampling-defaults openai" in response.text) is (field == "repetition_penalty")
 
 
 def test_options_that_a_verification_excludes_are_status_400(server) -> None:
