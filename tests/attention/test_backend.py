@@ -126,7 +126,9 @@ def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
 def test_a_verification_is_dense_and_refreshes_what_it_writes() -> None:
     """It is an extend pass by its mode, and yet no prefill: nothing is selected, kept, left out or counted."""
     backend, untouched = make_backend(), SimpleNamespace()
-    backend._last_slots, backend.keeps = None, (untouched,)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.keeps = (untouched,)  # pyright: ignore[reportAttributeAccessIssue]
+    # Of an earlier pass: a graph must not read it.
+    backend._last_slots = {PAGE: torch.tensor([1])}
     backend.prefill = SimpleNamespace(layers=range(5), takes=lambda _: True)  # pyright: ignore
     backend.counters = untouched  # pyright: ignore[reportAttributeAccessIssue]
     keys = {layer: forward(backend, layer, ForwardMode.TARGET_VERIFY) for layer in range(4)}
@@ -242,10 +244,11 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
 def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared_once() -> None:
     """FlashInfer's plans replays in the wrappers of the last capture of a size."""
     wrappers: dict[int, object] = {}
-    backend, captured = make_backend(), {}
+    backend, captured, prepared = make_backend(), {}, []
 
     def prepare(batch: Any, in_capture: bool) -> None:
         wrappers[batch.batch_size] = object()
+        prepared.append(batch.forward_mode)
 
     vars(backend.dense).update(init_forward_metadata_out_graph=prepare, req_to_token_pool=SimpleNamespace())
     backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
@@ -264,6 +267,12 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
     finally:
         _set_capture_attention_variant(None)
     assert wrappers[1] is not wrappers[2]
+    # A verification of that size has plans of its own, of as many tokens a row as it has.
+    del prepared[:]
+    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE):
+        batch = SimpleNamespace(batch_size=1, forward_mode=mode)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert prepared == [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE]
 
 
 @pytest.mark.parametrize(
