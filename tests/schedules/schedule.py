@@ -147,6 +147,7 @@ class Schedule:
         compacted["prompts_evicted"] = compaction.prompts_evicted if compaction else 0
         rectified = {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens}
         found = backend.counters.snapshot() if self.engine.options.skips else {"prefill": {}}
+        drafts = backend.counters.drafts
         skipped = {"skipped": found.get("blocks_skipped", 0)}
         skipped["skipped_in_prefill"] = found["prefill"].get("blocks_skipped", 0)
         return {
@@ -155,8 +156,8 @@ class Schedule:
             "made_room": self.engine.evicted_tokens,
             **compacted,
             **skipped,
-            "drafted": backend.counters.drafts.drafted,
-            "accepted": backend.counters.drafts.accepted,
+            "drafted": drafts.drafted if drafts else 0,
+            "accepted": drafts.accepted if drafts else 0,
         }
 
     def _receive(self) -> list[Any]:
