@@ -40,6 +40,8 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
 
 # What of a request's sampling parameters changes with each token, and the value that changes nothing.
 _BY_TOKEN = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+# Many instruction-tuned models do, for all requests in OpenAI's form that leave it out.
+_FROM_MODEL = "the model's generation_config.json may set it: start the server with --sampling-defaults openai"
 
 
 def _require_exact_sampling(params: SamplingParams, options: RequestOptions) -> None:
@@ -47,7 +49,8 @@ def _require_exact_sampling(params: SamplingParams, options: RequestOptions) -> 
     where = f"with --speculative-algorithm {arguments.SPARSE_SELF}"
     for field, none in _BY_TOKEN.items():
         if (got := getattr(params, field)) != none:
-            raise SparseArgumentError(field=field, got=got, allowed=f"{none:g}", where=where)
+            hint = _FROM_MODEL if field == "repetition_penalty" else ""
+            raise SparseArgumentError(field=field, got=got, allowed=f"{none:g}", where=where, hint=hint)
     if params.sampling_seed is not None and params.n > 1:
         raise SparseArgumentError(
             field="sampling_seed", got=params.sampling_seed, allowed="none with n above 1", where=where

@@ -1,10 +1,12 @@
 """When the backend refreshes a method's buffers: before each selection where asked, and once at the end of a pass."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
 from sglang_sparse.attention import cuda_graphs
@@ -85,19 +87,19 @@ def make_backend() -> SparseAttentionBackend:
     backend.method, backend.groups = method, SimpleNamespace(methods=(method,))  # pyright: ignore
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
     backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
-    backend.prefill = backend._captured_rows = None
+    backend.prefill = backend._captured = None
+    backend._graph_tokens = 0
     backend.keeps = ()
     backend._views = (allocate_view(1, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64)),)
     return backend
 
 
-def forward(backend: SparseAttentionBackend, layer_id: int) -> torch.Tensor:
+def forward(backend: SparseAttentionBackend, layer_id: int, mode: ForwardMode = ForwardMode.DECODE) -> torch.Tensor:
     """One layer of the step; its key is 1 + its id in every dimension. Returns that key."""
     layer = SimpleNamespace(
         layer_id=layer_id, tp_q_head_num=1, qk_head_dim=DIM, scaling=1.0, k_scale=None, v_scale=None
     )
     vars(layer).update(k_scale_float=None, v_scale_float=None)
-    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
     key = torch.full((1, HEADS, DIM), 1.0 + layer_id)
     backend.forward(torch.ones(1, DIM), key, key, layer, batch)
@@ -121,11 +123,30 @@ def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
         assert torch.equal(early, keys[layer]) and late.count_nonzero() == 0
 
 
+def test_a_verification_is_dense_and_refreshes_what_it_writes() -> None:
+    """It is an extend pass by its mode, and yet no prefill: nothing is selected, kept, left out or counted."""
+    backend, untouched = make_backend(), SimpleNamespace()
+    backend.keeps = (untouched,)  # pyright: ignore[reportAttributeAccessIssue]
+    # Of an earlier pass: a graph must not read it.
+    backend._last_slots = {PAGE: torch.tensor([1])}
+    backend.prefill = SimpleNamespace(layers=range(5), takes=lambda _: True)  # pyright: ignore
+    backend.counters = untouched  # pyright: ignore[reportAttributeAccessIssue]
+    keys = {layer: forward(backend, layer, ForwardMode.TARGET_VERIFY) for layer in range(4)}
+    assert backend.method.seen == []  # pyright: ignore[reportAttributeAccessIssue]
+    for layer, name in product(LAYERS, ("early", "late")):
+        assert torch.equal(backend._pools.buffer(name, layer)[SLOT // PAGE], keys[layer])
+    counted: list[torch.Tensor] = []
+    backend.counters = SimpleNamespace(add_extend=counted.append)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.prefill, backend.keeps, backend._last_slots = None, (), None
+    for layer in range(4):
+        forward(backend, layer, ForwardMode.EXTEND)
+    assert len(counted) == 1
+
+
 def test_a_sparse_layer_asks_for_nothing_that_the_loaded_model_does_not_show() -> None:
     backend = make_backend()
     backend._views = None
-    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True)
-    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, out_cache_loc=torch.tensor([SLOT]))
     key = torch.ones(1, HEADS, DIM)
     layer = SimpleNamespace(layer_id=LAYERS[0])
     missing: Any = None
@@ -150,8 +171,13 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         select_stats=torch.zeros(4, dtype=torch.int64)
     )
+    backend.init_cuda_graph_state(2, 14)
+    found = backend._graph_views
+    assert (found is not None) == static
+    # Those of decode steps, after those of verifications.
+    backend.dense.init_cuda_graph_state = lambda *_: pytest.fail("what the first graphs read would be gone")
     backend.init_cuda_graph_state(2, 2)
-    assert (backend._graph_views is not None) == static
+    assert backend._graph_views is found
 
 
 @pytest.mark.parametrize("buffers", [VIEW_BUFFERS, ("page_table",), ()])
@@ -185,7 +211,7 @@ def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> N
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
     backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
     dense.forward = lambda q, k, v, layer, batch, save, **chosen: (layer.layer_id, chosen)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     query = torch.ones(1, DIM)
     for layer_id in range(4):
         layer = SimpleNamespace(layer_id=layer_id)
@@ -200,8 +226,7 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
     backend.prefill = None
     dense: Any = backend.dense
     dense.forward = lambda q, k, v, layer, batch, save, **parts: sorted(parts)
-    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True, is_extend=lambda: False)
-    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=torch.tensor([SLOT]))
     layer = SimpleNamespace(layer_id=LAYERS[0])
     part = torch.ones(1, HEADS, DIM)
 
@@ -219,10 +244,11 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
 def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared_once() -> None:
     """FlashInfer's plans replays in the wrappers of the last capture of a size."""
     wrappers: dict[int, object] = {}
-    backend, captured = make_backend(), {}
+    backend, captured, prepared = make_backend(), {}, []
 
     def prepare(batch: Any, in_capture: bool) -> None:
         wrappers[batch.batch_size] = object()
+        prepared.append(batch.forward_mode)
 
     vars(backend.dense).update(init_forward_metadata_out_graph=prepare, req_to_token_pool=SimpleNamespace())
     backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
@@ -233,13 +259,20 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
         for size in (2, 1, 2, 1):
             for label in variants.capture_labels:
                 _set_capture_attention_variant(label)
-                backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
+                batch = SimpleNamespace(batch_size=size, forward_mode=ForwardMode.DECODE)
+                backend.init_forward_metadata_out_graph(batch, in_capture=True)
                 captured[size, label] = wrappers[size], backend.view is not None
             assert captured[size, cuda_graphs.DENSE] == (wrappers[size], False)
             assert captured[size, cuda_graphs.SPARSE] == (wrappers[size], True)
     finally:
         _set_capture_attention_variant(None)
     assert wrappers[1] is not wrappers[2]
+    # A verification of that size has plans of its own, of as many tokens a row as it has.
+    del prepared[:]
+    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE):
+        batch = SimpleNamespace(batch_size=1, forward_mode=mode)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert prepared == [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +293,16 @@ def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:
     cuda_graphs.offer(model, variants)
     assert cuda_graphs.add_variants(None, model) is variants
     assert cuda_graphs.add_variants(None, draft) is None
+
+
+def test_nothing_is_offered_while_a_verification_is_recorded() -> None:
+    model, variants = object(), cast("cuda_graphs.GraphVariants", object())
+    with cuda_graphs.withheld(model):
+        assert cuda_graphs.add_variants(None, model) is None
+    cuda_graphs.offer(model, variants)
+    with cuda_graphs.withheld(model):
+        assert cuda_graphs.add_variants(None, model) is None
+    assert cuda_graphs.add_variants(None, model) is variants
 
 
 def test_a_pass_runs_by_the_plan_of_its_own_batch() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_sparse.attention import crossover, memory, prompt_selection
 from sglang_sparse.attention.batch import (
@@ -118,7 +119,7 @@ def test_each_part_keeps_what_it_would_keep_alone() -> None:
     def run(method: Any, layers: tuple[int, ...], known: Settings) -> Any:
         aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 64, 16, "cpu")
         paths = prompt_selection.make_paths(method.methods, aux, runner, SHAPE)
-        mode = SimpleNamespace(is_extend=lambda: True)
+        mode = ForwardMode.EXTEND
         batch = SimpleNamespace(forward_mode=mode, prefix_lens=[0, 0], extend_lens=[30, 140])
         batch.reqs = [request(known, 30), request(known, 140)]
         prompt_windows.begin(SimpleNamespace(keeps=paths), SimpleNamespace(req_pool_indices=places), batch)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
@@ -88,6 +89,17 @@ def test_passes_that_serve_no_prompt_count_for_nothing() -> None:
     run(found, [PrefillSpan(0, GROUP, 2 * GROUP, ANCHOR)], counted=False)
     run(found, [PrefillSpan(1, 90, 91, None, decodes=True)])
     assert counts(found) == (0, 0, 0, 0)
+
+
+def test_a_verification_is_no_prefill() -> None:
+    """Its lengths are those of the last prefill."""
+    found: list[list[PrefillSpan]] = []
+    backend: Any = SimpleNamespace(prefill=SimpleNamespace(begin=lambda spans, rows: found.append(spans)))
+    request = SimpleNamespace(origin_input_ids=[0] * 300)
+    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE, ForwardMode.EXTEND):
+        batch: Any = SimpleNamespace(forward_mode=mode, reqs=[request], prefix_lens=[0], extend_lens=[300])
+        prefill_chunks.begin(backend, SimpleNamespace(req_pool_indices=None), batch)
+    assert [len(spans) for spans in found] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

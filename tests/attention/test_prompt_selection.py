@@ -264,10 +264,12 @@ def test_rows_that_decode_keep_what_they_have() -> None:
     running, fresh = request(200, known=ROCKETKV), request(57, known=ROCKETKV)
     found.run([(running, 0, 200, 3)])
     before = found.of(3)
-    passes: list[dict[str, Any]] = [{"mode": "decode"}, {"dense": True}]
+    # The lengths of a verification are those of the last prefill.
+    passes: list[dict[str, Any]] = [{"mode": "decode"}, {"dense": True}, {"mode": "target_verify"}]
     for kwargs in passes:
-        found.run([(running, 200, 5, 3)], **kwargs)
-        assert found.of(3) == before
+        for start, tokens in ((200, 5), (190, 10)):
+            found.run([(running, start, tokens, 3)], **kwargs)
+            assert found.of(3) == before
     found.run([(fresh, 0, 57, 1), (running, 203, 1, 3)], mode="mixed")
     assert found.of(3) == before and found.of(1)[:2] == METHOD.kept(57)
 

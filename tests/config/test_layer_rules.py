@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_configs import write_config
 from refusals import refused
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -209,6 +210,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(mo
     backend.groups = method
     backend._pools = aux_buffers.AuxBuffers(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
     backend._kv_heads, backend._tokens, backend._graph_views, backend._planned = 2, 1024, None, None
+    backend._graph_tokens = 0
     backend._buffers = view_buffers(method.methods, SHAPE, 1024, torch.bfloat16, torch.device("cpu"))
     counts = torch.zeros(sum(count_sizes(method.methods)), dtype=torch.int64)
     backend.counters = Counters(three(), backend._pools, SHAPE, counts)
@@ -217,7 +219,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(mo
     backend._begin_capture(2)
     captured = backend._views
     assert captured is not None and not captured[0].n_pages.any() and len(captured) == 3
-    mode = SimpleNamespace(is_decode=lambda: True)
+    mode = ForwardMode.DECODE
     batch = SimpleNamespace(forward_mode=mode, batch_size=2, num_padding=1, seq_lens_cpu=torch.tensor([640, 1]))
     batch.req_pool_indices = torch.tensor([2, 0])
     backend._prepare(batch)

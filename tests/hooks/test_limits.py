@@ -17,6 +17,7 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import limits
 from sglang_sparse.methods import registry, support
 from sglang_sparse.methods.dsa import decode
@@ -25,6 +26,7 @@ from sglang_sparse.methods.dsa import decode
 LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
 # Those that no method serves, and those of one method, by their names.
 LIMITS = {name: found for of in (limits, decode) for name, found in vars(of).items() if name.endswith("_LIMITS")}
+DRAFTS = {"sparse_method": "resa", "speculative_algorithm": "SPARSE_SELF"}
 COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
 
 
@@ -114,9 +116,34 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         {"sparse_method": "resa"},
         "--sparse-method resa cannot rectify with ",
         (
+            Trigger(
+                "lossless decoding",
+                {"speculative_algorithm": "SPARSE_SELF", "sparse_config": {"rectify_interval": 8}},
+            ),
             on("mixed chunk", "enable_mixed_chunk"),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
             on("dense layers of another parallelism", "moe_dense_tp_size", 1),
+            on("returned hidden states", "enable_return_hidden_states"),
+            on("returned hidden states", "return_hidden_states_mode", "last"),
+            on("returned auxiliary hidden states", "enable_return_aux_hidden_states"),
+            on("returned routed experts", "enable_return_routed_experts"),
+            on("returned indexer top-k", "enable_return_indexer_topk"),
+        ),
+    ),
+    "DRAFT_LIMITS": (
+        DRAFTS,
+        "--speculative-algorithm SPARSE_SELF cannot run with ",
+        (
+            on("--speculative-num-steps", "speculative_num_steps", 0),
+            on("--speculative-num-steps", "speculative_num_steps", -1),
+            on("--speculative-num-steps", "speculative_num_steps", 17),
+            on("--speculative-eagle-topk", "speculative_eagle_topk", 2),
+            on("--speculative-num-draft-tokens", "speculative_num_draft_tokens", 6),
+            Trigger("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}),
+            on("a draft model", "speculative_draft_model_path", "some/draft"),
+            on("adaptive drafts", "speculative_adaptive"),
+            on("mixed chunk", "enable_mixed_chunk"),
+            on("custom logit processors", "enable_custom_logit_processor"),
             on("returned hidden states", "enable_return_hidden_states"),
             on("returned hidden states", "return_hidden_states_mode", "last"),
             on("returned auxiliary hidden states", "enable_return_aux_hidden_states"),
@@ -216,6 +243,33 @@ def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeyp
         ServerArgs(model_path=model, **asked, **trigger.flags)
     assert str(caught.value).startswith(beginning)
     assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, "needs --sparse-method"),
+        ({"sparse_prefill_method": "anchor"}, "needs --sparse-method"),
+        ({"sparse_method": "dsa", "page_size": 64}, "trained to attend sparsely"),
+        (COMPACT, "compaction frees KV"),
+    ],
+)
+def test_what_cannot_draft_is_refused(asked: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    model = write_config(tmp_path, "own_sparse_attention" if asked.get("sparse_method") == "dsa" else "qwen3")
+    with refused("--speculative-algorithm", "SPARSE_SELF") as caught:
+        ServerArgs(model_path=model, speculative_algorithm="SPARSE_SELF", **asked)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [({}, 6), ({"speculative_num_steps": 1}, 1), ({"speculative_num_steps": 16}, 16)]
+)
+def test_numbers_of_drafts_are_completed(given: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    args = ServerArgs(model_path=write_config(tmp_path, "qwen3"), **DRAFTS, **given)
+    found = args.speculative_num_steps, args.speculative_num_draft_tokens, args.speculative_eagle_topk
+    assert found == (steps, steps + 1, 1)
+    config = settings_of(args).config
+    assert config.rectify_interval == 0, "a verification rectifies"
 
 
 @pytest.mark.parametrize(("limit", "name"), [(limit, name) for limit, names in MODELS.items() for name in names])

@@ -2,16 +2,23 @@
 
 import json
 from types import MethodType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_sparse.attention.counters import RectifyCounts
+from sglang_sparse.attention.plan import PLAN
 from sglang_sparse.config import settings as config
+from sglang_sparse.config.arguments import SPARSE_SELF
 from sglang_sparse.methods.resa import Resa
 from sglang_sparse.scheduler import exact_kv, request_state
+from sglang_sparse.scheduler.speculation import algorithm
 
 SPARSE = {"active_ratio": 0.1, "min_pages": 4, "min_seq_len": 0, "crossover_tokens": 0}
 
@@ -26,7 +33,10 @@ def follow(
     lengths: list[int],
     prefixes: list[int] | None = None,
     fields: dict[str, object] = SPARSE,
-) -> None:
+    algorithm: object = SpeculativeAlgorithm.NONE,
+    **more: object,
+) -> SimpleNamespace:
+    """A pass, begun; ``more`` of its batch."""
     args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
     backend = SimpleNamespace(
@@ -38,13 +48,17 @@ def follow(
     )
     runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
     batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_decode=lambda: mode == "decode", is_extend=lambda: mode == "extend"),
+        forward_mode=ForwardMode[mode.upper()],
+        spec_algorithm=algorithm,
         reqs=requests,
         seq_lens_cpu=torch.tensor(lengths),
         prefix_lens=prefixes,
         extend_lens=[n - p for n, p in zip(lengths, prefixes, strict=True)] if prefixes else None,
     )
-    exact_kv.begin_pass(SimpleNamespace(), type(None), batch, runner)
+    vars(batch).update(more)
+    forward_batch = SimpleNamespace()
+    exact_kv.begin_pass(forward_batch, type(None), batch, runner)
+    return forward_batch
 
 
 def exact(request: SimpleNamespace, committed: int) -> int:
@@ -117,6 +131,7 @@ def test_the_inexact_tail_is_freed_by_whole_pages(shareable_len: int, freed: tup
     tree.free_kv_row = MethodType(BasePrefixCache.free_kv_row, tree)
     follow("extend", [one := request()], [shareable_len], [0])
     one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=70)
+    one.origin_input_ids, one.output_ids_through_stop = [0] * 30, [0] * 41
     exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, shareable_len, 70, tree)
     assert request_state.state_of(one).counts.tail_tokens_dropped == 70 - shareable_len
     if freed is None:
@@ -153,3 +168,64 @@ def test_below_the_crossover_decode_is_as_exact_as_prefill() -> None:
     for length in range(2001, 2050):
         follow("decode", [one], [length], None, {})
     assert exact(one, 2049) == 2049
+
+
+@pytest.fixture
+def self_drafts() -> CustomSpecAlgo:
+    algorithm.register()
+    found = get_spec(SPARSE_SELF)
+    assert found is not None
+    return found
+
+
+def test_a_round_moves_the_exact_length_to_what_it_wrote(self_drafts) -> None:
+    """What is kept of it was written by its dense pass; SGLang commits no more than that."""
+    one = request()
+    follow("extend", [one], [700], [512], algorithm=self_drafts)
+    assert exact(one, 700) == 700
+    for length in (701, 702, 703):
+        found = follow("decode", [one], [length], algorithm=self_drafts)
+        assert getattr(found, PLAN).sparse and exact(one, 800) == length
+    # Of the last prefill: stale.
+    stale = {"prefix_lens": [512], "extend_lens": [188]}
+    found = follow("target_verify", [one], [704], algorithm=self_drafts, **stale)
+    assert not hasattr(found, PLAN) and (exact(one, 702), exact(one, 800)) == (702, 704)
+    # Two of the three drafts were wrong.
+    follow("decode", [one], [702], algorithm=self_drafts, **stale)
+    assert exact(one, 800) == 702
+    follow("target_verify", [one], [705], algorithm=self_drafts, **stale)
+    exact_kv.forget_exact_length(None, one)
+    follow("extend", [one], [702], [0], algorithm=self_drafts)
+    assert exact(one, 702) == 702
+
+
+def test_a_step_that_drafts_nothing_is_dense(self_drafts) -> None:
+    one = request()
+    follow("extend", [one], [700], [0], algorithm=self_drafts)
+    found = follow("decode", [one], [701], algorithm=self_drafts, dense_pass=True)
+    assert not getattr(found, PLAN).sparse and exact(one, 800) == 701
+
+
+def test_a_verification_of_others_moves_nothing_that_a_prefix_says() -> None:
+    """On a server whose drafts are another algorithm's its stale lengths would."""
+    one = request()
+    follow("extend", [one], [700], [0])
+    follow("decode", [one], [701])
+    follow("target_verify", [one], [701], prefix_lens=[650], extend_lens=[64])
+    assert exact(one, 800) == 700
+
+
+def test_tokens_behind_the_end_are_no_inexact_tail(self_drafts) -> None:
+    """A verification commits what it accepted, and the text may end before."""
+    follow("extend", [one := request()], [64], [0], algorithm=self_drafts)
+    follow("target_verify", [one], [70], algorithm=self_drafts)
+    one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=80)
+    one.origin_input_ids, one.output_ids_through_stop = [0] * 60, [0] * 7
+    calls: list[object] = []
+    tree: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=16, free_segments=calls.extend),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(200).view(2, 100)),
+    )
+    tree.free_kv_row = MethodType(BasePrefixCache.free_kv_row, tree)
+    exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, 67, 80, tree)
+    assert request_state.state_of(one).counts.tail_tokens_dropped == 0 and len(calls) == 0

@@ -49,6 +49,7 @@ class EngineOptions:
         radix: whether there is a radix tree.
         apart: rectify each row in a pass of its own, as long rows are on a GPU.
         core: the core of SGLang's radix tree.
+        drafts: tokens that the sparse method drafts a round, for a dense pass to verify; 0 for none.
     """
 
     overlap: bool
@@ -62,6 +63,7 @@ class EngineOptions:
     radix: bool = True
     apart: bool = False
     core: str = "rust"
+    drafts: int = 0
 
     @property
     def pages(self) -> int:
@@ -91,6 +93,11 @@ class EngineOptions:
         return {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps({**config, **self.prefill})}
 
     @property
+    def draft_flags(self) -> dict[str, Any]:
+        """For lossless decoding."""
+        return {"speculative_algorithm": "SPARSE_SELF", "speculative_num_steps": self.drafts} if self.drafts else {}
+
+    @property
     def keeps(self) -> bool:
         """Whether requests keep a part of their prompts only."""
         return self.method == "rocketkv"
@@ -107,8 +114,23 @@ class EngineOptions:
 
     @property
     def compared(self) -> bool:
-        """Whether requests compact, and answer by themselves alone, so that a twin's answers are the same."""
+        """Whether a twin's answers are the same.
+
+        Its requests are alone, and compact nothing and draft nothing.
+        """
+        if self.drafts:
+            return True
         return self.config.get("eviction") == "compact" and self.config.get("dense_fallback", "never") == "never"
+
+    @property
+    def repeats_greedy(self) -> bool:
+        """Whether a twin answers the same where tokens are not drawn; lossless decoding draws alike, too."""
+        return self.compared and not self.drafts
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that SGLang allocates beyond a request's own: two rounds of drafts, in whole pages."""
+        return 2 * (self.drafts + 1) + self.page_size if self.drafts else 0
 
     @property
     def rectifies(self) -> bool:
@@ -169,7 +191,10 @@ class Engine:
             log_level="error",
             sparse_method=options.method,
             sparse_config=json.dumps(options.sparse_config),
+            # Of a request that has no seed.
+            random_seed=1,
             **options.prefill_flags,
+            **options.draft_flags,
         )
         args.resolve_once()
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))

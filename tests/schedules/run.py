@@ -51,15 +51,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--radix", choices=["on", "off"], default="on", help="whether there is a radix tree")
     parser.add_argument("--apart", choices=["on", "off"], default="off", help="rectify each row in a pass of its own")
     parser.add_argument("--core", choices=["both", "rust", "python"], default="both", help="both: blocks take turns")
+    parser.add_argument("--drafts", type=int, default=0, help="a round of lossless decoding")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
     parser.add_argument("--vary-skip", action="store_true", help="likewise with SKIP_VARIANTS")
     parser.add_argument("--vary-parts", action="store_true", help="likewise with PARTS_VARIANTS")
+    parser.add_argument("--vary-drafts", action="store_true", help="likewise with DRAFT_VARIANTS")
     parser.add_argument(
         "--sabotage",
         choices=[
             *("guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"),
-            *("copies", "insert", "dense", "unseen"),
+            *("copies", "insert", "dense", "unseen", "drafts"),
         ],
         help="break the product, to see it caught",
     )
@@ -154,13 +156,14 @@ def _run(args: argparse.Namespace, model: Path, out: TextIO | None) -> bool:
 def _blocks(args: argparse.Namespace) -> list[Block]:
     from blocks import Block
     from engine import EngineOptions
-    from variants import COMPACT_VARIANTS, PARTS_VARIANTS, SKIP_VARIANTS, VARIANTS
+    from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, PARTS_VARIANTS, SKIP_VARIANTS, VARIANTS
 
     asked = (
         (args.vary, VARIANTS),
         (args.vary_compact, COMPACT_VARIANTS),
         (args.vary_skip, SKIP_VARIANTS),
         (args.vary_parts, PARTS_VARIANTS),
+        (args.vary_drafts, DRAFT_VARIANTS),
     )
     variants = next((variants for wanted, variants in asked if wanted), ())
     blocks = []
@@ -172,7 +175,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         )
         # Each core gets every variant, and both kinds of overlap.
         core = ("rust", "python")[number // (len(variants) or 2) % 2] if args.core == "both" else args.core
-        options = replace(options, radix=args.radix == "on", apart=args.apart == "on", core=core)
+        options = replace(options, radix=args.radix == "on", apart=args.apart == "on", core=core, drafts=args.drafts)
         if variants:
             options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
@@ -184,7 +187,7 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
     from blocks import Block, run_blocks
     from engine import EngineOptions
     from sabotage import SABOTAGES
-    from variants import COMPACT_VARIANTS, MIXED_VARIANTS
+    from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, MIXED_VARIANTS
 
     missed = []
     for name in SABOTAGES:
@@ -197,6 +200,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
             options = replace(options, **MIXED_VARIANTS[0])
         if name in ("copies", "insert", "dense", "unseen"):
             options = replace(options, **COMPACT_VARIANTS[1 if name == "dense" else 0])
+        if name == "drafts":
+            options = replace(options, **DRAFT_VARIANTS[0])
         block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)
         (row,) = run_blocks([block], model, workers=1, most_failures=1)
         write("sabotage", **row)

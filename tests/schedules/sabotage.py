@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_sparse.attention import memory
 from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
 from sglang_sparse.scheduler import exact_kv, prefill_chunks, prefix_keys, rectification
+from sglang_sparse.scheduler.speculation import worker
 
 
 def let_approximate_kv_in(engine: Engine) -> None:
@@ -135,6 +136,22 @@ def let_compacted_rows_run_dense(engine: Engine) -> None:
     exact_kv.plan_decode = lambda groups, seq_lens, rows, compacted: original(groups, seq_lens, rows)
 
 
+def believe_drafts(engine: Engine) -> None:
+    """Let a verification take the word of the drafts that it is there to judge."""
+    original, drafted = worker.choose, list[torch.Tensor]()
+
+    def choose(*args: Any) -> torch.Tensor:
+        chosen = original(*args)
+        width = args[4] if len(args) > 4 else 1
+        if width == 1:
+            drafted.append(chosen)
+            return chosen
+        believed = [*drafted[1 - width :], chosen.view(-1, width)[:, -1]]
+        return torch.stack(believed, 1).flatten()
+
+    worker.choose = choose
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
@@ -148,5 +165,6 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "copies": forget_a_copy,
     "unseen": hide_a_kept_block,
     "insert": share_compacted_rows,
+    "drafts": believe_drafts,
     "dense": let_compacted_rows_run_dense,
 }

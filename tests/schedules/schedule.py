@@ -52,6 +52,8 @@ class Counts:
     tokens_compared: int = 0
     skipped: int = 0
     skipped_in_prefill: int = 0
+    drafted: int = 0
+    accepted: int = 0
     pages_checked: int = 0
     worst_difference: float = 0.0
 
@@ -145,6 +147,7 @@ class Schedule:
         compacted["prompts_evicted"] = compaction.prompts_evicted if compaction else 0
         rectified = {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens}
         found = backend.counters.snapshot() if self.engine.options.skips else {"prefill": {}}
+        drafts = backend.counters.drafts
         skipped = {"skipped": found.get("blocks_skipped", 0)}
         skipped["skipped_in_prefill"] = found["prefill"].get("blocks_skipped", 0)
         return {
@@ -153,6 +156,8 @@ class Schedule:
             "made_room": self.engine.evicted_tokens,
             **compacted,
             **skipped,
+            "drafted": drafts.drafted if drafts else 0,
+            "accepted": drafts.accepted if drafts else 0,
         }
 
     def _receive(self) -> list[Any]:
@@ -224,13 +229,13 @@ class Schedule:
         scheduler = self.engine.scheduler
         # SGLang refuses a prompt that never fits and clips an output to what the empty pool holds; the
         # larger pool of the dense twin would not, so each request here fits with all its tokens.
-        room = scheduler.max_total_num_tokens - 2 * scheduler.page_size
+        room = scheduler.max_total_num_tokens - 2 * scheduler.page_size - self.engine.options.reserved
         tokens = self._prompt()[: min(scheduler.max_req_input_len - 1, CONTEXT - 1, room - 1)]
         self._prompts[rid] = tokens
         longest_output = self._rng.choice([1, 2, *[self._rng.randint(3, self._longest_output)] * 4])
         sampling = {
             "max_new_tokens": min(longest_output, room - len(tokens)),
-            "temperature": self._rng.choice([0.0, 0.0 if self.engine.options.compared else 1.0]),
+            "temperature": self._rng.choice([0.0, 0.0 if self.engine.options.repeats_greedy else 1.0]),
             # SGLang reserves all tokens of a request that ignores stop tokens, which the pool then never lacks.
             "ignore_eos": self._rng.random() < 0.15,
             "stop_token_ids": self._rng.sample(range(VOCABULARY), 1 if self._decode_heavy else 12),

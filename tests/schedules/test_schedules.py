@@ -59,6 +59,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("unseen", "mismatch"),
         ("insert", "leak or mismatch"),
         ("dense", "mismatch"),
+        ("drafts", "mismatch"),
     ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
@@ -100,6 +101,27 @@ def test_parts_by_layer_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
     assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (30, 0, 0, 0)
     names = ["rectified_tokens", "finish_tokens", "retractions", "evictions", "aborts", "cached_tokens"]
     assert [name for name in names if reached[name] == 0] == []
+
+
+def assert_lossless(rows: list[dict[str, Any]], schedules: int) -> None:
+    """The schedules passed, and drafts were wrong, dropped and taken up again."""
+    reached = rows[-1]
+    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (schedules, 0, 0, 0)
+    names = ["accepted", "retractions", "evictions", "aborts", "cached_tokens", "answers_compared"]
+    assert [name for name in names if reached[name] == 0] == []
+    assert reached["accepted"] < 0.8 * reached["drafted"]
+
+
+def test_drafts_leave_answers_and_pages_as_dense_steps_have_them(tmp_path) -> None:
+    flags = ["--schedules", "12", "--block", "2", "--steps", "4", "--vary-drafts", "--workers", str(WORKERS)]
+    assert_lossless(run(tmp_path / "rows.jsonl", *flags), 12)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_two_thousand_schedules_of_drafts(tmp_path) -> None:
+    flags = ["--schedules", "2000", "--block", "50", "--vary-drafts", "--workers", str(len(os.sched_getaffinity(0)))]
+    assert_lossless(run(tmp_path / "soak.jsonl", *flags), 2000)
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""A second engine for what the first one answered: its pool is large, nothing is evicted, retracted or compacted."""
+"""A second engine for what the first one answered: its pool is large, and nothing leaves it or is drafted."""
 
 from __future__ import annotations
 
@@ -69,15 +69,17 @@ class Twin:
 
 def difference(answer: Answer, tokens: list[int], logprobs: list[float]) -> str | None:
     """Say how an answer differs from the twin's, or None."""
-    end = len(answer.tokens)
-    if answer.tokens != (tokens if answer.whole else tokens[:end]):
+    # A round that ends with an abort hands out what it accepted behind the end of the text, too.
+    end = len(answer.tokens) if answer.whole else min(len(answer.tokens), len(tokens))
+    if answer.tokens[:end] != (tokens if answer.whole else tokens[:end]):
         return f"answered {answer.tokens}, alone {tokens}"
-    worst = max((abs(a - b) for a, b in zip(answer.logprobs, logprobs[:end], strict=True)), default=0.0)
+    worst = max((abs(a - b) for a, b in zip(answer.logprobs[:end], logprobs[:end], strict=True)), default=0.0)
     return f"log-probabilities are {worst} apart" if worst > TOLERANCE else None
 
 
 def _alone(options: EngineOptions) -> EngineOptions:
-    config = {**options.config, "eviction": "visibility"}
+    own = {"dense_fallback": "auto", "crossover_tokens": 10**9} if options.drafts else {"eviction": "visibility"}
+    config = {**options.config, **own}
     return replace(options, overlap=False, slots=4096, chunk=512, radix=False, config=config)
 
 

@@ -98,6 +98,17 @@ PARTS_VARIANTS: tuple[dict[str, Any], ...] = (
         "prefill": {"dense_tail": 5},
     },
 )
+# Sparse drafts and a dense verification: one draft and many, a page that they fill and several that they touch, rows
+# that a crossover leaves without drafts, other methods, and a sparse prefill.
+DRAFTS: dict[str, Any] = {"slots": 160, "drafts": 3, "config": {"rectify_interval": 0}}
+DRAFT_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**DRAFTS, "overlap": True},
+    {**DRAFTS, "overlap": False, "drafts": 6, "page_size": 1},
+    {**DRAFTS, "overlap": True, "drafts": 1, "page_size": 8, "config": {**CROSSING, "rectify_interval": 0}},
+    {**DRAFTS, "overlap": True, "drafts": 5, "method": "rocketkv", "slots": 240},
+    {**DRAFTS, "overlap": False, "slots": 480, "chunk": 64, "prefill": {"dense_tail": 5}},
+    {**PARTS, "overlap": False, "drafts": 3, "config": {"layers": {"0": {}, "1": RESA_PART}, "rectify_interval": 0}},
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},

@@ -24,6 +24,15 @@ def test_what_finishes_equals_a_quiet_run(serve, checkpoint, some) -> None:
         assert output == quiet[index], f"prompt {index} of {len(load.finished)} finished ones"
 
 
+def test_what_finishes_of_lossless_decoding_equals_a_dense_server(serve, checkpoint, some) -> None:
+    with serve(checkpoint) as server:
+        quiet = greedy(server, some, tokens=TOKENS)
+    lossless = ("--speculative-algorithm", "SPARSE_SELF")
+    load = chaos(serve, checkpoint, some, {**TENTH, "rectify_interval": 0}, SECONDS, lossless)
+    for index, output in load.finished:
+        assert output == quiet[index], f"prompt {index} of {len(load.finished)} finished ones"
+
+
 @pytest.mark.parametrize("on_finish", [False, True])
 def test_at_a_tenth_what_is_shared_is_exact(serve, checkpoint, some, on_finish) -> None:
     chaos(serve, checkpoint, some, {**TENTH, "rectify_on_finish": on_finish}, SECONDS)

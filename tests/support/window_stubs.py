@@ -7,6 +7,7 @@ import torch
 from plain_rocketkv import DIM, GROUP, HEADS, MODEL, PAGE, SCALE, SMALL, rocketkv
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_sparse.attention import prompt_selection
 from sglang_sparse.attention.counters import RectifyCounts
@@ -87,7 +88,7 @@ class Pass:
 
     def begin(self, rows: list[tuple[Any, int, int, int]], mode: str = "extend", dense: bool = False) -> None:
         batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_extend=lambda: mode != "decode", is_mixed=lambda: mode == "mixed"),
+            forward_mode=ForwardMode[mode.upper()],
             reqs=[row[0] for row in rows],
             prefix_lens=[row[1] for row in rows],
             extend_lens=[row[2] for row in rows],
