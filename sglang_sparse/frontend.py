@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
 
     Attributes:
         sparse: False for dense attention.
+        lossless: False accepts all drafts, on a server that verifies them (``--speculative-algorithm SPARSE_SELF``).
         active_ratio: fraction of its pages that a decode step attends to (resa).
         rectify_interval: generated tokens between dense rectifications; 0 for never.
         theta1: share of the attention mass that a decode step's blocks have (robsa).
@@ -48,6 +49,7 @@ class Options(TypedDict, total=False):
     """
 
     sparse: bool | None
+    lossless: bool | None
     active_ratio: float | None
     rectify_interval: int | None
     theta1: float | None
@@ -84,6 +86,7 @@ def _is_tokens(value: object) -> bool:
 _NUMBER, _INTEGER, _BOOL = (_is_number, "a number"), (_is_integer, "an integer"), (_is_bool, "True or False")
 FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "sparse": _BOOL,
+    "lossless": _BOOL,
     "active_ratio": _NUMBER,
     "rectify_interval": _INTEGER,
     "theta1": _NUMBER,

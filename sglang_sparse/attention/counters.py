@@ -58,6 +58,8 @@ class RectifyCounts:
 class DraftCounts:
     """What rounds of lossless decoding did, counted on the host once their results are there.
 
+    Drafts of requests with ``lossless: false`` are not among them: nothing verifies those.
+
     Attributes:
         rounds: verifications.
         dense_steps: dense decode steps, where drafts would not pay.

@@ -17,6 +17,7 @@ from sglang_sparse.methods.config import SparseConfig, refused_value
 from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 
 SPARSE = "sparse"
+LOSSLESS = "lossless"
 FORCED_TOKENS = "forced_tokens"
 DECODE, PREFILL = "decode", "prefill"
 # Begins the part of a radix namespace (SGLang's extra_key) with a request's overrides of prefill.
@@ -30,6 +31,7 @@ class RequestOptions:
     Attributes:
         decode: the server's decode methods, with the fields that the request overrides in their configs.
         sparse: False asks for dense decode.
+        lossless: False accepts all drafts of a server that verifies them.
         rectify_interval: generated tokens between dense rectifications; 0 means never.
         forced_tokens: the output, decided beforehand; see ``scheduler/forced_tokens.py``.
         prefill: the server's prefill methods, with the fields that the request overrides; None for dense prefill.
@@ -42,6 +44,7 @@ class RequestOptions:
     forced_tokens: tuple[int, ...]
     prefill: PrefillGroups | None = None
     namespace: str = ""
+    lossless: bool = True
 
 
 def parse_options(settings: Settings, params: Mapping[str, object] | None) -> RequestOptions:
@@ -63,7 +66,8 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
     overridable = tuple(dict.fromkeys((*of_decode, *of_prefill)))
     names = (*overridable, SPARSE, FORCED_TOKENS)
     for key, value in params.items():
-        if key in names:
+        # Few servers verify drafts.
+        if key in (*names, LOSSLESS):
             continue
         if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
             message = f"{key}: belongs to the server's config"
@@ -95,7 +99,7 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
                 message = f"{name}: has no meaning for a request with exact_prefix: true"
                 raise SparseArgumentError(message, field=name, got=value)
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
-    return RequestOptions(decode, sparse, interval, tuple(forced), prefill, namespace)
+    return RequestOptions(decode, sparse, interval, tuple(forced), prefill, namespace, _asked(params, LOSSLESS))
 
 
 def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
@@ -123,10 +127,15 @@ def _by_phase(settings: Settings, params: Mapping[str, object]) -> dict[str, dic
     return found
 
 
+def _asked(params: Mapping[str, object], name: str) -> bool:
+    value = params.get(name, True)
+    if not isinstance(value, bool):
+        raise SparseArgumentError(field=name, got=value, allowed="true or false")
+    return value
+
+
 def _asks_sparse(settings: Settings, params: Mapping[str, object]) -> bool:
-    sparse = params.get(SPARSE, True)
-    if not isinstance(sparse, bool):
-        raise SparseArgumentError(field=SPARSE, got=sparse, allowed="true or false")
+    sparse = _asked(params, SPARSE)
     if not sparse and any(method.selects_in_model for method in settings.decode.methods):
         message = f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely"
         raise SparseArgumentError(message, field=SPARSE, got=sparse)

@@ -183,6 +183,15 @@ RECTIFY_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
+_OTHER_DRAFTING = (
+    "speculative_adaptive",
+    "speculative_use_rejection_sampling",
+    "speculative_use_block_verification",
+    "speculative_token_map",
+    "speculative_draft_attention_backend",
+    "speculative_draft_window_size",
+    "speculative_draft_sink_size",
+)
 _DRAFTS = f"1 to {MOST_DRAFT_TOKENS} drafts a round"
 # Of servers with `--speculative-algorithm SPARSE_SELF`.
 DRAFT_LIMITS = (
@@ -206,7 +215,15 @@ DRAFT_LIMITS = (
         "it follows from --speculative-num-steps; leave it out",
     ),
     FlagLimit("a draft model", _set("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
-    FlagLimit("adaptive drafts", _set("speculative_adaptive"), "it is for EAGLE; leave it out"),
+    FlagLimit(
+        "settings of other speculative algorithms",
+        lambda args: (
+            _set(*_OTHER_DRAFTING)(args)
+            or _other_than("speculative_accept_threshold_single", 1.0)(args)
+            or _other_than("speculative_accept_threshold_acc", 1.0)(args)
+        ),
+        "they would do nothing; leave them out",
+    ),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
     FlagLimit("custom logit processors", _set("enable_custom_logit_processor"), "they see one token a pass"),
     FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),

@@ -128,6 +128,21 @@ def _require_drafts(args: Arguments, settings: Settings) -> None:
     _require_none(args, DRAFT_LIMITS, f"{origin} cannot run with")
 
 
+def require_unpenalised(args: Arguments) -> None:
+    """Refuse a model whose requests in OpenAI's form have a repetition penalty by default: each would be refused.
+
+    Raises:
+        SparseArgumentError: names the penalty and the flag to type.
+    """
+    if not drafts_itself(args):
+        return
+    penalty = args.get_model_config().get_default_sampling_params().get("repetition_penalty", 1.0)
+    if penalty != 1.0:
+        message = f"--speculative-algorithm {SPARSE_SELF} serves no repetition_penalty, and the model's "
+        message += f"generation_config.json sets {penalty:g} for requests that leave it out"
+        raise SparseArgumentError(message, field="--sampling-defaults", got="model", allowed="openai")
+
+
 def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None:
     """Refuse an interval that this server cannot serve, from its config or from a request.
 
@@ -180,6 +195,7 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     Raises:
         SparseArgumentError: has the value and the allowed ones.
     """
+    require_unpenalised(args)
     _require_prefill(args, settings)
     _require_window(args, settings)
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))

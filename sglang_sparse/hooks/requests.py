@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import arguments
-from sglang_sparse.config.request_options import FORCED_TOKENS, NAMESPACE, RequestOptions, namespaced, parse_options
+from sglang_sparse.config.request_options import (
+    FORCED_TOKENS,
+    LOSSLESS,
+    NAMESPACE,
+    RequestOptions,
+    namespaced,
+    parse_options,
+)
 from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import refusals
@@ -55,6 +62,8 @@ def _require_exact_sampling(params: SamplingParams, options: RequestOptions) -> 
         raise SparseArgumentError(
             field="sampling_seed", got=params.sampling_seed, allowed="none with n above 1", where=where
         )
+    if not options.lossless and any((params.json_schema, params.regex, params.ebnf, params.structural_tag)):
+        raise SparseArgumentError(field=LOSSLESS, got=False, allowed="true", where="with a grammar")
     if options.forced_tokens:
         raise SparseArgumentError(field=FORCED_TOKENS, got=options.forced_tokens[:8], allowed="none", where=where)
 
@@ -64,6 +73,9 @@ def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:
         raise SparseArgumentError(field="custom_params", got=params, allowed="a mapping")
     options = parse_options(settings, params)
     refusals.require_interval(options.rectify_interval, arguments.of(manager.server_args), manager.model_config)
+    if not options.lossless and not arguments.drafts_itself(arguments.of(manager.server_args)):
+        allowed = f"true on this server; --speculative-algorithm {arguments.SPARSE_SELF} has it draft"
+        raise SparseArgumentError(field=LOSSLESS, got=False, allowed=allowed)
     vocabulary = manager.model_config.vocab_size
     if any(token >= vocabulary for token in options.forced_tokens):
         got, allowed = max(options.forced_tokens), f"ids below {vocabulary}"

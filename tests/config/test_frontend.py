@@ -14,7 +14,7 @@ import pytest
 from refusals import refused
 
 from sglang_sparse import frontend
-from sglang_sparse.config.request_options import FORCED_TOKENS, SPARSE
+from sglang_sparse.config.request_options import FORCED_TOKENS, LOSSLESS, SPARSE
 from sglang_sparse.methods import registry
 
 PAGE = Path(__file__).parents[2] / "sglang_sparse" / "docs" / "requests.md"
@@ -81,7 +81,7 @@ def test_imports_neither_torch_nor_sglang() -> None:
 def test_it_knows_what_a_request_may_ask_for_and_its_page_says_it() -> None:
     methods = (*registry.loaded_decode_methods().values(), *registry.loaded_prefill_methods().values())
     fields = {field for method in methods for field in method.config_class.request_fields}
-    assert set(frontend.FIELDS) == fields | {SPARSE, FORCED_TOKENS} == set(get_type_hints(frontend.Options))
+    assert set(frontend.FIELDS) == fields | {SPARSE, LOSSLESS, FORCED_TOKENS} == set(get_type_hints(frontend.Options))
     phases = {field for method in methods for field in method.config_class.phase_fields}
     assert {field for field in frontend.FIELDS if frontend.FIELDS[field][0]({"decode": 1})} == phases
     assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == list(frontend.FIELDS)

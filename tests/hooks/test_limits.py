@@ -141,7 +141,9 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("--speculative-num-draft-tokens", "speculative_num_draft_tokens", 6),
             Trigger("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}),
             on("a draft model", "speculative_draft_model_path", "some/draft"),
-            on("adaptive drafts", "speculative_adaptive"),
+            on("settings of other speculative algorithms", "speculative_adaptive"),
+            on("settings of other speculative algorithms", "speculative_accept_threshold_single", 0.9),
+            on("settings of other speculative algorithms", "speculative_accept_threshold_acc", 0.9),
             on("mixed chunk", "enable_mixed_chunk"),
             on("custom logit processors", "enable_custom_logit_processor"),
             on("returned hidden states", "enable_return_hidden_states"),
@@ -243,6 +245,17 @@ def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeyp
         ServerArgs(model_path=model, **asked, **trigger.flags)
     assert str(caught.value).startswith(beginning)
     assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in str(caught.value)
+
+
+def test_a_model_with_a_penalty_of_its_own_is_refused(tmp_path: Path) -> None:
+    """Else each request in OpenAI's form would be, that leaves the penalty out."""
+    model = write_config(tmp_path, "qwen3")
+    (Path(model) / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    with refused("--sampling-defaults", "model") as caught:
+        ServerArgs(model_path=model, **DRAFTS)
+    assert "sets 1.05" in str(caught.value) and "openai" in str(caught.value)
+    assert settings_of(ServerArgs(model_path=model, **DRAFTS, sampling_defaults="openai")) is not None
+    assert settings_of(ServerArgs(model_path=model, sparse_method="resa")) is not None
 
 
 @pytest.mark.parametrize(

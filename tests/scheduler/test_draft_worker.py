@@ -15,6 +15,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang_cpu_platform import patches
 
 from sglang_sparse.attention.counters import DraftCounts
+from sglang_sparse.scheduler.request_state import ATTRIBUTE
 from sglang_sparse.scheduler.speculation import worker as module
 from sglang_sparse.scheduler.speculation.sampling import choose
 from sglang_sparse.scheduler.speculation.worker import SparseSelfWorker
@@ -90,7 +91,15 @@ def plain(sampled: Sequence[bool]) -> list[list[int]]:
     return outputs
 
 
-def generate(target: Target, sampled: Sequence[bool], steps: Callable[[int], int]) -> list[list[int]]:
+def request_of(seed: int, lossless: bool) -> Any:
+    request = SimpleNamespace(rid=str(seed), sampling_params=SimpleNamespace(sampling_seed=seed))
+    setattr(request, ATTRIBUTE, SimpleNamespace(options=SimpleNamespace(lossless=lossless)))
+    return request
+
+
+def generate(
+    target: Target, sampled: Sequence[bool], steps: Callable[[int], int], lossless: Sequence[bool] = (True,) * 3
+) -> list[list[int]]:
     """Run rounds of ``steps(round)`` drafts until each row has all its tokens."""
     worker = SparseSelfWorker(SimpleNamespace(random_seed=1), 0, 0, target)  # pyright: ignore[reportArgumentType]
     worker._steps = lambda batch: steps(turn)  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,7 +111,7 @@ def generate(target: Target, sampled: Sequence[bool], steps: Callable[[int], int
         outputs.append([int(choose(logits_of(prompt)[None], torch.tensor([len(prompt) - 1]), info, seed))])
     carried = SimpleNamespace(bonus_tokens=torch.tensor([output[0] for output in outputs]))
     lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
-    reqs = [SimpleNamespace(rid=str(seed), sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in SEEDS]
+    reqs = [request_of(seed, one) for seed, one in zip(SEEDS, lossless, strict=True)]
     while min(map(len, outputs)) < TOKENS:
         batch: Any = SimpleNamespace(
             forward_mode=ForwardMode.DECODE,
@@ -142,6 +151,15 @@ def test_whatever_is_drafted_dense_steps_alone_say_what_comes(target, steps, sam
     assert counts.drafted == len(PROMPTS) * target.passes.count("sparse")
     if counts.drafted:
         assert 0 < counts.accepted < 0.9 * counts.drafted, "drafts are neither useless nor right by themselves"
+
+
+@pytest.mark.parametrize("sampled", SAMPLED[:2], ids=str)
+def test_a_row_may_keep_its_drafts_and_the_others_do_not_see_it(target, sampled) -> None:
+    found, wanted = generate(target, sampled, lambda turn: STEPS, (True, False, True)), plain(sampled)
+    assert found[0] == wanted[0] and found[2] == wanted[2] and found[1] != wanted[1]
+    counts = target.model_runner.attn_backend.counters.drafts
+    # Of the row that keeps its drafts none is judged.
+    assert counts.drafted == 2 * target.passes.count("sparse")
 
 
 @pytest.mark.parametrize("sampled", SAMPLED[:2], ids=str)

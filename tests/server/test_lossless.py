@@ -268,6 +268,27 @@ def test_options_that_a_verification_excludes_are_status_400(server) -> None:
     assert response.status_code == 400 and "presence_penalty" in response.text
 
 
+def test_a_request_that_keeps_its_drafts(server, some, outputs) -> None:
+    """It answers otherwise, and shares KV that dense passes wrote; those beside it stay lossless."""
+    before = sparse_state(server)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, server, some[row], TOKENS, {"lossless": row != 1}) for row in range(4)]
+        answers = [answer.result()["output_ids"] for answer in asked]
+    assert [answer == output for answer, output in zip(answers, outputs, strict=True)] == [True, False, True, True]
+    assert 0 < spent(server, before)["accepted_tokens"] < spent(server, before)["drafted_tokens"]
+    before = sparse_state(server)
+    assert ask(server, some[1], TOKENS, {"lossless": False})["output_ids"] == answers[1]
+    used = spent(server, before)
+    assert used["verified_rounds"] > 0 == used["drafted_tokens"], "counted are drafts that are verified"
+    again = ask(server, some[1] + answers[1], 2)
+    assert again["meta_info"]["cached_tokens"] == (len(some[1]) + TOKENS - 1) // PAGE * PAGE
+    assert_exact(server)
+    grammar = {"input_ids": some[0], "sampling_params": {"regex": "a+", "custom_params": {"lossless": False}}}
+    response = server.client.post("/generate", json=grammar)
+    assert response.status_code == 400 and "lossless: got False" in response.text
+    assert_refused(server, {"lossless": 1}, "lossless: got 1")
+
+
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.soak)])
 def test_retracted_rows_end_as_if_alone(serve, some, outputs, ranks) -> None:
     """Rows without a seed have one of their name, so that they draw the same again, and alike on all ranks."""

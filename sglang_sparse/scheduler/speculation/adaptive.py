@@ -25,7 +25,7 @@ LOOKS_AT_ALL = 0.75
 # A verification in dense steps, of 9 tokens with FA3.
 VERIFICATION = 1.3
 # What is assumed of acceptance until so many drafts were judged, and how fast older rounds are forgotten.
-ACCEPTANCE, JUDGED, KEPT = 0.9, 32.0, 0.95
+ACCEPTANCE, JUDGED, KEPT = 0.9, 4.0, 0.95
 # What a round must gain: a dense step is certain.
 GAIN = 1.03
 

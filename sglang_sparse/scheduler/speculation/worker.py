@@ -32,6 +32,7 @@ from sglang_sparse.scheduler.speculation.adaptive import LAYER_BYTES, Acceptance
 from sglang_sparse.scheduler.speculation.algorithm import Carried
 from sglang_sparse.scheduler.speculation.sampling import choose, seeds_of, simulated
 from sglang_sparse.scheduler.speculation.window import Window
+from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
     from sglang_sparse.attention.counters import DraftCounts
     from sglang_sparse.attention.protocols import Req
+    from sglang_sparse.config.request_options import RequestOptions
     from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.scheduler.speculation.graphs import DecodeGraphs
 
@@ -69,8 +71,9 @@ class SparseSelfWorker(BaseSpecWorker):
         self.speculative_num_steps = int(get_spec().speculative_num_steps)
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self._seed = int(arguments.of(server_args).random_seed or 0)
-        # Of the rounds whose results the scheduler has not seen yet, how many tokens each row drafted.
-        self._drafted: deque[int] = deque()
+        # Of the rounds whose results the scheduler has not seen yet: how many tokens each row drafted, and which rows
+        # keep them all.
+        self._drafted: deque[tuple[int, list[bool]]] = deque()
         self._graphs: DecodeGraphs | None = None
         self._acceptance = Acceptance()
 
@@ -119,9 +122,8 @@ class SparseSelfWorker(BaseSpecWorker):
 
         All that the server may draft where its config says itself from how many tokens on sparse steps pay.
         """
-        groups, states = self._backend.groups, [state_of(request) for request in _requests(batch)]
-        options = [state.options for state in states if state is not None]
-        plan = plan_decode(groups, batch.seq_lens_cpu + 1, options)
+        groups = self._backend.groups
+        plan = plan_decode(groups, batch.seq_lens_cpu + 1, _options(batch))
         if not plan.sparse or groups.config.crossover_tokens != "auto":
             return self.speculative_num_steps if plan.sparse else 0
         layers = self._runner.model_config.num_hidden_layers
@@ -184,6 +186,9 @@ class SparseSelfWorker(BaseSpecWorker):
             if mask is not None:
                 mask.apply(logits)
         target = choose(logits, window.positions.reshape(-1), info, window.seeds, width).view_as(chain)
+        lossy = [bool(steps) and not options.lossless for options in _options(batch)]
+        if any(lossy):
+            target = _with_drafts(target, chain, steps, to_device(lossy, torch.bool, target.device))
         right = (chain[:, 1:] == target[:, :-1]).to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
         if SIMULATE_ACC_LEN > 0 and steps:
             right = simulated(SIMULATE_ACC_LEN, len(chain), width, chain.device).clamp(max=steps)
@@ -192,7 +197,7 @@ class SparseSelfWorker(BaseSpecWorker):
             compute_spec_logprobs(batch, output, target.reshape(-1), chain_stride=width)
         if on_publish is not None and steps:
             on_publish(lengths)
-        self._drafted.append(steps)
+        self._drafted.append((steps, lossy))
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=target.reshape(-1),
@@ -234,13 +239,36 @@ class SparseSelfWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Count a round, once its results are on the host."""
-        steps = self._drafted.popleft()
-        self._counts.add(steps, num_correct_drafts_per_req)
-        self._acceptance.add(steps, num_correct_drafts_per_req)
+        steps, lossy = self._drafted.popleft()
+        right = [count for count, all_kept in zip(num_correct_drafts_per_req, lossy, strict=True) if not all_kept]
+        self._counts.add(steps, right)
+        self._acceptance.add(steps, right)
 
 
 def _requests(batch: ScheduleBatch) -> list[Req]:
     return cast("list[Req]", batch.reqs)
+
+
+def _options(batch: ScheduleBatch) -> list[RequestOptions]:
+    # Made by the passes of their prompts.
+    states = [state_of(request) for request in _requests(batch)]
+    return [state.options for state in states if state is not None]
+
+
+def _with_drafts(target: torch.Tensor, chain: torch.Tensor, steps: int, rows: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of a round in which some rows keep their drafts, and the dense pass's token behind them.
+
+    Their KV is as exact as any: the dense pass wrote it.
+
+    Args:
+        target: ``[rows, width]`` int64, what the dense pass chose.
+        chain: ``[rows, width]`` int64, see ``_draft``.
+        steps: drafts of a row.
+        rows: ``[rows]`` bool, those that keep theirs.
+    """
+    kept = target.clone()
+    kept[:, :steps] = chain[:, 1 : steps + 1]
+    return torch.where(rows[:, None], kept, target)
 
 
 def _output(result: GenerationBatchResult) -> LogitsProcessorOutput:
