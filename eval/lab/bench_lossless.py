@@ -28,7 +28,7 @@ from tqdm import tqdm
 from eval.lab.servers.decode_peers import Peer, against, decode_backend, read_peers, strongest
 from eval.lab.servers.server_facts import machine_of
 from eval.live.client import LiveServer, Stream, command_line, generate, list_of, positive, request_of, shown, stream
-from eval.live.counters import EvaluationError
+from eval.live.counters import DRAFTS_COUNTED, EvaluationError
 from eval.live.record import Record
 from eval.live.tokens import random_prompts
 from eval.serving.measurement import decode_figures
@@ -39,7 +39,6 @@ from eval.texts.windows import BOOK
 COMMAND = "eval.lab.bench_lossless"
 HEADER = ("shape", "batch", "context", "tokens", "n", "texts", "ratios", "simulated", "seed", "label")
 DENSE = {"sparse": False}
-DRAFTS = ("verified_rounds", "undrafted_steps", "drafted_tokens", "accepted_tokens", "judged_drafts")
 SOURCES = Path(__file__).parents[2]
 
 
@@ -89,7 +88,7 @@ def drafts_of(server: LiveServer) -> dict[str, int]:
     state = server.counters()
     if "drafted_tokens" not in state:
         raise EvaluationError("the server drafts nothing: start it with --speculative-algorithm SPARSE_SELF")
-    return {name: state[name] for name in DRAFTS} | {"decode_rows": state["decode_rows"]}
+    return {name: state[name] for name in DRAFTS_COUNTED} | {"decode_rows": state["decode_rows"]}
 
 
 def run_arm(
@@ -168,12 +167,12 @@ def cell(
     """Measure one text and share: both arms in turn, ``--rounds`` times."""
     params = {"active_ratio": ratio}
     run_arm(args, server, prompts[: args.batch], params)
-    dense, lossless, counts = [], [], dict.fromkeys(DRAFTS, 0)
+    dense, lossless, counts = [], [], dict.fromkeys(DRAFTS_COUNTED, 0)
     for _ in range(args.rounds):
         dense.append(figures(args, run_arm(args, server, prompts, DENSE)[0]))
         streams, found = run_arm(args, server, prompts, params)
         lossless.append(figures(args, streams))
-        counts = {name: counts[name] + found[name] for name in DRAFTS}
+        counts = {name: counts[name] + found[name] for name in DRAFTS_COUNTED}
     if not counts["verified_rounds"] and not counts["undrafted_steps"]:
         raise EvaluationError(f"{kind}: no round ran")
     row: dict[str, Any] = {"text": kind, "active_ratio": ratio}

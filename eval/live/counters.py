@@ -19,7 +19,14 @@ COUNTED = (
 # Of a method whose kernel looks at every key, and skips the values of some blocks.
 BLOCKS_COUNTED = ("blocks_visited", "blocks_skipped")
 # Of lossless decoding.
-DRAFTS_COUNTED = ("verified_rounds", "undrafted_steps", "drafted_tokens", "accepted_tokens", "judged_drafts")
+DRAFTS_COUNTED = (
+    "verified_rounds",
+    "undrafted_steps",
+    "draft_steps",
+    "drafted_tokens",
+    "accepted_tokens",
+    "judged_drafts",
+)
 # Of a prefill method; in what `moved` returns they have the prefix ``prefill_``, as in the server's metrics.
 PREFILL_COUNTED = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 

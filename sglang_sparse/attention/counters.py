@@ -63,6 +63,7 @@ class DraftCounts:
     Attributes:
         rounds: verifications.
         dense_steps: dense decode steps, where drafts would not pay.
+        draft_steps: sparse decode steps of the rounds, each of which drafts a token of every row.
         drafted: tokens that were drafted, of all rows.
         accepted: those of them that a dense pass chose, too.
         judged: the accepted ones, and each row's first wrong one: what follows that one says nothing of acceptance.
@@ -70,6 +71,7 @@ class DraftCounts:
 
     rounds: int = 0
     dense_steps: int = 0
+    draft_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     judged: int = 0
@@ -79,6 +81,7 @@ class DraftCounts:
         return {
             "verified_rounds": self.rounds,
             "undrafted_steps": self.dense_steps,
+            "draft_steps": self.draft_steps,
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
             "judged_drafts": self.judged,
@@ -88,6 +91,7 @@ class DraftCounts:
         """Count a round of ``steps`` drafts a row, of which ``right[row]`` were accepted."""
         self.rounds += steps > 0
         self.dense_steps += steps == 0
+        self.draft_steps += steps
         self.drafted += steps * len(right)
         # What follows the drafts of a verification is no draft, though it may be right.
         self.accepted += sum(min(steps, count) for count in right)

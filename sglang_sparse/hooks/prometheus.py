@@ -51,6 +51,7 @@ COUNTERS = {
 DRAFT_COUNTERS = {
     "verified_rounds": "Rounds of lossless decoding: drafts of all rows, then a dense pass that verifies them.",
     "undrafted_steps": "Decode steps of lossless decoding that ran dense and drafted nothing: drafts would not pay.",
+    "draft_steps": "Sparse decode steps of these rounds: divided by verified_rounds, the drafts of a round.",
     "drafted_tokens": "Tokens drafted by the sparse method.",
     "accepted_tokens": "Of the drafted tokens, those that the dense pass chose too.",
     "judged_drafts": "The accepted tokens and each row's first wrong draft of a round; none behind it is judged.",

@@ -104,8 +104,8 @@ def test_rounds_of_drafts() -> None:
     counted.drafts.add(3, [0, 2, 3])
     counted.drafts.add(2, [3, 1])
     counted.drafts.add(0, [0, 0])
-    names = ("verified_rounds", "undrafted_steps", "drafted_tokens", "accepted_tokens", "judged_drafts")
-    found = dict(zip(names, (2, 1, 13, 8, 11), strict=True))
+    names = ("verified_rounds", "undrafted_steps", "draft_steps", "drafted_tokens", "accepted_tokens", "judged_drafts")
+    found = dict(zip(names, (2, 1, 5, 13, 8, 11), strict=True))
     assert counted.snapshot() == plain | found and not plain.keys() & found, "other servers have none of these"
     assert found.items() <= counted.host_totals().items()
 
