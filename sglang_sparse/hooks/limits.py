@@ -191,6 +191,12 @@ _OTHER_DRAFTING = (
     "speculative_draft_attention_backend",
     "speculative_draft_window_size",
     "speculative_draft_sink_size",
+    "speculative_adaptive_config",
+    "speculative_draft_model_revision",
+    "speculative_draft_load_format",
+    "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
+    "enable_multi_layer_eagle",
 )
 _DRAFTS = f"1 to {MOST_DRAFT_TOKENS} drafts a round"
 # Of servers with `--speculative-algorithm SPARSE_SELF`.

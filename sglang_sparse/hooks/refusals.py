@@ -136,11 +136,25 @@ def require_unpenalised(args: Arguments) -> None:
     """
     if not drafts_itself(args):
         return
-    penalty = args.get_model_config().get_default_sampling_params().get("repetition_penalty", 1.0)
+    penalty = args.get_model_config().get_default_sampling_params().get("repetition_penalty") or 1.0
     if penalty != 1.0:
         message = f"--speculative-algorithm {SPARSE_SELF} serves no repetition_penalty, and the model's "
         message += f"generation_config.json sets {penalty:g} for requests that leave it out"
         raise SparseArgumentError(message, field="--sampling-defaults", got="model", allowed="openai")
+
+
+def _require_verifier(args: Arguments, gpu: Gpu) -> None:
+    """Refuse attention backends whose pass over several tokens of a row is not the dense decode of each."""
+    if not drafts_itself(args) or not on_gpu(gpu):
+        return
+    reasons = {"torch_native": "it has no pass over several tokens of a row that have no KV yet"}
+    if args.kv_cache_dtype.startswith("fp8"):
+        reasons["triton"] = "it attends to new tokens before they are rounded to fp8, which dense decode does after"
+    for name in args.get_attention_backends():
+        if name in reasons:
+            message = f"--speculative-algorithm {SPARSE_SELF} cannot verify with {name}: {reasons[name]}"
+            allowed = [other for other in GPU_ONLY_BACKENDS if other not in reasons]
+            raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=sorted(allowed))
 
 
 def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None:
@@ -196,6 +210,7 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
         SparseArgumentError: has the value and the allowed ones.
     """
     require_unpenalised(args)
+    _require_verifier(args, gpu)
     _require_prefill(args, settings)
     _require_window(args, settings)
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))

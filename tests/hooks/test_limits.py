@@ -21,6 +21,7 @@ from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import limits
 from sglang_sparse.methods import registry, support
 from sglang_sparse.methods.dsa import decode
+from sglang_sparse.tools import dry_run
 
 # By what they are for: the fields that no limit refuses.
 LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
@@ -245,6 +246,21 @@ def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeyp
         ServerArgs(model_path=model, **asked, **trigger.flags)
     assert str(caught.value).startswith(beginning)
     assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--attention-backend", "torch_native"], "cannot verify with torch_native"),
+        (["--attention-backend", "triton", "--kv-cache-dtype", "fp8_e4m3"], "cannot verify with triton"),
+        (["--attention-backend", "triton"], None),
+        (["--attention-backend", "fa3", "--kv-cache-dtype", "fp8_e4m3"], None),
+    ],
+)
+def test_backends_that_would_not_verify_are_refused(flags: list[str], reason: str | None) -> None:
+    asked = ["--model-path", "MODEL", "--sparse-method", "resa", "--speculative-algorithm", "SPARSE_SELF", *flags]
+    said = dry_run.refusal(asked, "MHA/GQA", (9, 0))
+    assert said is None if reason is None else said is not None and reason in said
 
 
 def test_a_model_with_a_penalty_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def info_of(rows: Sequence[dict[str, float]]) -> Any:
         need_top_k_sampling=any(count != TOP_K_ALL for count in fields["top_k"]),
         need_top_p_sampling=any(share != 1.0 for share in fields["top_p"]),
         need_min_p_sampling=any(share > 0 for share in fields["min_p"]),
+        max_top_k=None if TOP_K_ALL in fields["top_k"] else max(fields["top_k"]),
     )
 
 

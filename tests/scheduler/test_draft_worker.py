@@ -14,7 +14,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang_cpu_platform import patches
 
+from sglang_sparse.attention import memory
 from sglang_sparse.attention.counters import DraftCounts
+from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler.request_state import ATTRIBUTE
 from sglang_sparse.scheduler.speculation import worker as module
 from sglang_sparse.scheduler.speculation.sampling import choose
@@ -67,6 +69,8 @@ class Target:
 def target(monkeypatch: pytest.MonkeyPatch) -> Target:
     monkeypatch.setattr(sampler, "murmur_hash32", patches.hash_noise)
     monkeypatch.setattr(module, "get_spec", lambda: SimpleNamespace(speculative_num_steps=STEPS))
+    alone = SimpleNamespace(tp_group=SimpleNamespace(world_size=1), tp_size=1)
+    monkeypatch.setattr(module, "get_parallel", lambda: alone)
     monkeypatch.setattr(module, "ForwardBatch", SimpleNamespace(init_new=lambda view, *_, **__: view))
     return Target(torch.randperm(3 * 400, generator=torch.Generator().manual_seed(3)).view(3, 400).int())
 
@@ -76,7 +80,7 @@ def info_of(sampled: Sequence[bool]) -> Any:
     top_ks = torch.tensor([TOP_K_ALL if one else 1 for one in sampled], dtype=torch.int32)
     needs = dict.fromkeys(("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling"), False)
     common = {"temperatures": ones[:, None], "top_ps": ones, "min_ps": 0 * ones, "top_ks": top_ks}
-    return SimpleNamespace(**common, **needs, is_all_greedy=not any(sampled), logit_bias=None)
+    return SimpleNamespace(**common, **needs, is_all_greedy=not any(sampled), logit_bias=None, max_top_k=None)
 
 
 def plain(sampled: Sequence[bool]) -> list[list[int]]:
@@ -179,3 +183,49 @@ def test_a_wrong_token_that_is_accepted_is_noticed(target, sampled, monkeypatch:
     assert generate(target, sampled, lambda turn: STEPS) != plain(sampled)
     counts = target.model_runner.attn_backend.counters.drafts
     assert counts.accepted == counts.drafted
+
+
+@pytest.mark.parametrize(
+    ("context", "fields", "steps"),
+    [
+        # A long context beside small weights, a short one, and one whose config says itself that sparse steps pay.
+        (200_000, {}, STEPS),
+        (20_000, {}, 0),
+        (20_000, {"crossover_tokens": 0}, STEPS),
+        (200_000, {"sparse": False}, 0),
+    ],
+)
+def test_how_much_is_drafted(target: Target, context: int, fields: dict[str, Any], steps: int) -> None:
+    config = {name: value for name, value in fields.items() if name != "sparse"}
+    groups = build("resa", {"rectify_interval": 0, **config}).decode
+    options = SimpleNamespace(decode=groups, sparse=fields.get("sparse", True), lossless=True)
+    weights = torch.nn.Module()
+    weights.weight = torch.nn.Parameter(torch.empty(2**26, dtype=torch.bfloat16, device="meta"))
+    pool = SimpleNamespace(size=2**18)
+    setattr(pool, memory.ATTRIBUTE, SimpleNamespace(kv_bytes_per_token=2**17, nbytes=2**18 * 2**13))
+    target.model_runner = SimpleNamespace(
+        attn_backend=SimpleNamespace(groups=groups),
+        model_config=SimpleNamespace(num_hidden_layers=28),
+        model=weights,
+        token_to_kv_pool=pool,
+    )
+    request = SimpleNamespace()
+    setattr(request, ATTRIBUTE, SimpleNamespace(options=options))
+    worker = SparseSelfWorker(SimpleNamespace(random_seed=1), 0, 0, target)  # pyright: ignore[reportArgumentType]
+    batch: Any = SimpleNamespace(reqs=[request], seq_lens_cpu=torch.tensor([context]))
+    assert worker._steps(batch) == steps
+
+
+def test_ranks_take_the_tokens_of_the_first(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Tensor] = []
+
+    def broadcast(tokens: torch.Tensor, src: int) -> torch.Tensor:
+        asked.append(tokens.clone())
+        assert src == 0
+        return tokens
+
+    ranks = SimpleNamespace(tp_group=SimpleNamespace(world_size=2, broadcast=broadcast), tp_size=2)
+    monkeypatch.setattr(module, "get_parallel", lambda: ranks)
+    assert generate(target, SAMPLED[1], lambda turn: STEPS) == plain(SAMPLED[1])
+    # Each draft and each verification.
+    assert len(asked) == len(target.passes)

@@ -36,6 +36,6 @@ def acceptance(paths: Sequence[Path]) -> str:
         ("drafts right", percent("acceptance")),
         ("of drafts", text("judged_drafts")),
         ("answers equal", lambda row: f"{row['equal']} of {row['answers']}"),
-        ("nats between the best two, of others at most", number("gap", 3)),
+        ("largest gap at a first difference, nats", number("gap", 3)),
     ]
     return table(rows, columns)

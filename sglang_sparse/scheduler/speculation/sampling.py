@@ -75,16 +75,20 @@ def choose(
 
 
 def _filtered(probabilities: torch.Tensor, info: SamplingBatchInfo, request: torch.Tensor) -> torch.Tensor:
-    """Zero what top-k, top-p and min-p leave out, as SGLang's sampler does: each by the unfiltered distribution."""
+    """Zero what top-k, top-p and min-p leave out, as SGLang's PyTorch sampler does: each by the whole distribution."""
     if not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling):
         return probabilities
-    ordered, tokens = probabilities.sort(stable=True, dim=-1, descending=True)
+    if info.max_top_k is not None and info.max_top_k < probabilities.shape[1]:
+        # No token behind these is kept, and to find them is faster than to sort a vocabulary.
+        ordered, tokens = probabilities.topk(info.max_top_k, dim=-1)
+    else:
+        ordered, tokens = probabilities.sort(stable=True, dim=-1, descending=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
     left_out = ranks >= info.top_ks[request][:, None]
     left_out |= ordered.cumsum(-1) - ordered > info.top_ps[request][:, None]
     if info.need_min_p_sampling:
         left_out |= ordered < ordered[:, :1] * info.min_ps[request][:, None]
-    return torch.zeros_like(ordered).scatter_(1, tokens, ordered.masked_fill_(left_out, 0.0))
+    return torch.zeros_like(probabilities).scatter_(1, tokens, ordered.masked_fill_(left_out, 0.0))
 
 
 def simulated(mean: float, rows: int, width: int, device: torch.device) -> torch.Tensor:

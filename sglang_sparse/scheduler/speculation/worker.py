@@ -10,6 +10,7 @@ in place of a fixed one, and with coupled noise in place of rejection sampling (
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN, GrammarTree, build_grammar_vocab_mask
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from sglang_sparse.config.request_options import RequestOptions
     from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.scheduler.speculation.graphs import DecodeGraphs
+
+logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
 Barrier = Callable[[], None]
@@ -76,6 +79,13 @@ class SparseSelfWorker(BaseSpecWorker):
         self._drafted: deque[tuple[int, list[bool]]] = deque()
         self._graphs: DecodeGraphs | None = None
         self._acceptance = Acceptance()
+        if SIMULATE_ACC_LEN > 0:
+            if get_parallel().tp_size > 1:
+                raise RuntimeError("SGLANG_SIMULATE_ACC_LEN: each tensor-parallel rank would accept other drafts")
+            logger.warning(
+                "sglang_sparse: SGLANG_SIMULATE_ACC_LEN is set: drafts are accepted at random, and neither answers nor "
+                "their cached KV are the model's"
+            )
 
     def __getattr__(self, name: str) -> object:
         # Whatever else the scheduler asks of its worker, the target's answers.
@@ -143,7 +153,7 @@ class SparseSelfWorker(BaseSpecWorker):
         if sampled:
             output = _output(result)
             self._runner._preprocess_logits(output, batch.sampling_info)
-            tokens = choose(_logits(output), batch.seq_lens - 1, batch.sampling_info, self._seeds(batch))
+            tokens = self._choose(_logits(output), batch.seq_lens - 1, batch.sampling_info, self._seeds(batch))
             result.next_token_ids = tokens
             if batch.return_logprob:
                 compute_spec_logprobs(batch, output, tokens, chain_stride=1)
@@ -185,7 +195,7 @@ class SparseSelfWorker(BaseSpecWorker):
             )
             if mask is not None:
                 mask.apply(logits)
-        target = choose(logits, window.positions.reshape(-1), info, window.seeds, width).view_as(chain)
+        target = self._choose(logits, window.positions.reshape(-1), info, window.seeds, width).view_as(chain)
         lossy = [bool(steps) and not options.lossless for options in _options(batch)]
         if any(lossy):
             target = _with_drafts(target, chain, steps, to_device(lossy, torch.bool, target.device))
@@ -215,8 +225,24 @@ class SparseSelfWorker(BaseSpecWorker):
         for step in range(steps):
             output = _output(self._run(window.step(batch, tokens[-1], step), window))
             logits = _biased(_logits(output), batch.sampling_info, 1)
-            tokens.append(choose(logits, window.positions[:, step], batch.sampling_info, window.seeds))
+            tokens.append(self._choose(logits, window.positions[:, step], batch.sampling_info, window.seeds))
         return torch.stack(tokens + tokens[-1:] * (window.positions.shape[1] - len(tokens)), 1)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        info: SamplingBatchInfo,
+        seeds: torch.Tensor | None,
+        width: int = 1,
+    ) -> torch.Tensor:
+        """Choose tokens, the same ones on all tensor-parallel ranks: else these would verify different drafts.
+
+        Their logits are equal, but sums over a sorted vocabulary may round differently. See ``choose``.
+        """
+        tokens = choose(logits, positions, info, seeds, width)
+        group = get_parallel().tp_group
+        return group.broadcast(tokens, src=0) if group.world_size > 1 else tokens
 
     def _run(self, view: ScheduleBatch, window: Window) -> GenerationBatchResult:
         """Run a pass of the round."""
@@ -250,9 +276,10 @@ def _requests(batch: ScheduleBatch) -> list[Req]:
 
 
 def _options(batch: ScheduleBatch) -> list[RequestOptions]:
-    # Made by the passes of their prompts.
     states = [state_of(request) for request in _requests(batch)]
-    return [state.options for state in states if state is not None]
+    options = [state.options for state in states if state is not None]
+    assert len(options) == len(states), "made by the passes of the prompts"
+    return options
 
 
 def _with_drafts(target: torch.Tensor, chain: torch.Tensor, steps: int, rows: torch.Tensor) -> torch.Tensor:
@@ -283,4 +310,6 @@ def _logits(output: LogitsProcessorOutput) -> torch.Tensor:
 
 def _biased(logits: torch.Tensor, info: SamplingBatchInfo, width: int) -> torch.Tensor:
     """Add the requests' biases to logits, in place."""
-    return logits if info.logit_bias is None else logits.add_(info.logit_bias.repeat_interleave(width, 0))
+    if info.logit_bias is not None:
+        logits.view(-1, width, logits.shape[1]).add_(info.logit_bias[:, None])
+    return logits
