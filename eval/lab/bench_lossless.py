@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -29,7 +30,7 @@ from tqdm import tqdm
 from eval.lab.servers.decode_peers import Peer, against, decode_backend, read_peers, strongest
 from eval.lab.servers.server_facts import machine_of
 from eval.live.client import LiveServer, Stream, command_line, generate, list_of, positive, request_of, shown, stream
-from eval.live.counters import DRAFTS_COUNTED, EvaluationError
+from eval.live.counters import DRAFTS_COUNTED, EvaluationError, moved
 from eval.live.record import Record
 from eval.live.tokens import random_prompts
 from eval.serving.measurement import decode_figures
@@ -80,34 +81,20 @@ def make_prompts(args: argparse.Namespace, server: LiveServer, kind: str) -> lis
     return [ids[i * step : i * step + args.context] for i in range(args.n)]
 
 
-def drafts_of(server: LiveServer) -> dict[str, int]:
-    """The counters of drafts, and those that every sparse server has.
-
-    Raises:
-        EvaluationError: it does not draft.
-    """
-    state = server.counters()
-    if "drafted_tokens" not in state:
-        raise EvaluationError("the server drafts nothing: start it with --speculative-algorithm SPARSE_SELF")
-    return {name: state[name] for name in DRAFTS_COUNTED} | {"decode_rows": state["decode_rows"]}
-
-
 def run_arm(
     args: argparse.Namespace, server: LiveServer, prompts: list[list[int]], params: dict[str, Any]
 ) -> tuple[list[Stream], dict[str, int]]:
     """Stream all prompts, ``--batch`` at a time, and say what was counted."""
-    before = drafts_of(server)
+    before = server.counters()
     asked = [request_of(prompt, args.tokens, params) for prompt in prompts]
     streams = server.each(stream, asked)
-    after = drafts_of(server)
-    return streams, {name: after[name] - value for name, value in before.items()}
+    return streams, moved(before, server.counters())
 
 
 def figures(args: argparse.Namespace, streams: list[Stream]) -> float:
     """Seconds per token, the mean over the batches that ran together."""
     groups = [streams[first : first + args.batch] for first in range(0, len(streams), args.batch)]
-    found = [decode_figures(group)["tpot_mean"] for group in groups if len(group) == args.batch]
-    return sum(found) / len(found)
+    return fmean(decode_figures(group)["tpot_mean"] for group in groups)
 
 
 def differences(
@@ -138,7 +125,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     with LiveServer(args.base_url, args.batch, timeout=900) as server:
         facts = server.facts()
-        drafts_of(server)
+        if "drafted_tokens" not in server.sparse_state():
+            raise EvaluationError("the server drafts nothing: start it with --speculative-algorithm SPARSE_SELF")
         header = {**machine_of(args.base_url, facts), "server": facts | {"decode_backend": server.ask(decode_backend)}}
         header |= {name: getattr(args, name) for name in HEADER}
         peers = read_peers(args.dense_file, header)
@@ -178,7 +166,7 @@ def cell(
         raise EvaluationError(f"{kind}: no round ran")
     row: dict[str, Any] = {"text": kind, "active_ratio": ratio}
     row |= {"acceptance": counts["accepted_tokens"] / counts["judged_drafts"] if counts["judged_drafts"] else None}
-    row |= {"tpot": sum(lossless) / len(lossless), "dense_tpot": sum(dense) / len(dense)}
+    row |= {"tpot": fmean(lossless), "dense_tpot": fmean(dense)}
     row |= against(*strongest(dense, backend, peers), lossless)
     if not args.simulated:
         row |= differences(args, server, prompts, params)

@@ -54,6 +54,16 @@ class RectifyCounts:
     tail_tokens_dropped: int = 0
 
 
+def judge(steps: int, right: Sequence[int]) -> tuple[int, int]:
+    """Return how many drafts of a round were right, and of how many that is: what follows a wrong one is not judged.
+
+    Args:
+        steps: drafts of a row.
+        right: ``[rows]``, how many tokens of its verification are right; what follows the drafts there is no draft.
+    """
+    return sum(min(steps, count) for count in right), sum(min(steps, count + 1) for count in right)
+
+
 @dataclass
 class DraftCounts:
     """What rounds of lossless decoding did, counted on the host once their results are there.
@@ -93,9 +103,9 @@ class DraftCounts:
         self.dense_steps += steps == 0
         self.draft_steps += steps
         self.drafted += steps * len(right)
-        # What follows the drafts of a verification is no draft, though it may be right.
-        self.accepted += sum(min(steps, count) for count in right)
-        self.judged += sum(min(steps, count + 1) for count in right)
+        accepted, judged = judge(steps, right)
+        self.accepted += accepted
+        self.judged += judged
 
 
 class Counters:

@@ -128,7 +128,7 @@ def _require_drafts(args: Arguments, settings: Settings) -> None:
     _require_none(args, DRAFT_LIMITS, f"{origin} cannot run with")
 
 
-def require_unpenalised(args: Arguments) -> None:
+def _require_unpenalised(args: Arguments) -> None:
     """Refuse a model whose requests in OpenAI's form have a repetition penalty by default: each would be refused.
 
     Raises:
@@ -209,7 +209,7 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     Raises:
         SparseArgumentError: has the value and the allowed ones.
     """
-    require_unpenalised(args)
+    _require_unpenalised(args)
     _require_verifier(args, gpu)
     _require_prefill(args, settings)
     _require_window(args, settings)

@@ -1,4 +1,4 @@
-"""The table of files of ``eval.lab.bench_lossless``: how often drafts are right, and what rounds gain."""
+"""The table of files of ``eval.lab.bench_lossless``: how often drafts are right."""
 
 from __future__ import annotations
 

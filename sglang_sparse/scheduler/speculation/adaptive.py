@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from sglang_sparse.attention.counters import judge
 from sglang_sparse.methods.roles import AttendsItself
 
 if TYPE_CHECKING:
@@ -90,10 +91,9 @@ class Acceptance:
     def add(self, steps: int, right: Sequence[int]) -> None:
         """Take in a round of ``steps`` drafts a row, of which the first ``right[row]`` were right."""
         self._right, self._judged = self._right * KEPT, self._judged * KEPT
-        for count in right if steps else ():
-            self._right += min(count, steps)
-            # The first wrong one was judged, too; those behind it were not.
-            self._judged += min(count + 1, steps)
+        found, judged = judge(steps, right)
+        self._right += found
+        self._judged += judged
 
     @property
     def rate(self) -> float:
