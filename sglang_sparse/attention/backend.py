@@ -97,6 +97,7 @@ class SparseAttentionBackend(DelegatingBackend):
 
     Attributes:
         first_layer: the first sparse layer of a pass.
+        attends_alone: whether all layers are sparse, so that the dense backend has no part in a sparse decode step.
         indexed: what a selection in the model keeps for the layers of a pass.
         divide: given by the scheduler, divides rows among rectifying passes; None where one pass is as good.
     """
@@ -116,6 +117,7 @@ class SparseAttentionBackend(DelegatingBackend):
         model = memory.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._latent = self.method.kind_of(runner.model_config) == "MLA"
         self._decoding = DecodePath(self.groups.methods, self._pools, runner.token_to_kv_pool, model)
+        self.attends_alone = len(self._decoding.layers) == model.num_layers
         self._kv_heads, self._tokens = model.num_kv_heads, runner.req_to_token_pool.req_to_token.shape[1]
         device = self._pools.overflow.device
         self._buffers = view_buffers(self.groups.methods, model, self._tokens, runner.dtype, device)
@@ -181,22 +183,31 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager forward pass."""
-        self.dense.init_forward_metadata(forward_batch)
         self._prepare(forward_batch)
+        if self._dense_has_part:
+            self.dense.init_forward_metadata(forward_batch)
+
+    @property
+    def _dense_has_part(self) -> bool:
+        """Whether the dense backend has a layer in the pass that was prepared."""
+        return self._views is None or not self.attends_alone
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a graph's capture (the variant is set by then) or a replay."""
         rows, self._last_slots = forward_batch.batch_size, None
+        if not in_capture:
+            self._captured = None
+            self._prepare(forward_batch)
+            if self._dense_has_part:
+                self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+            return
         # FlashInfer plans a replay in what it allocated last for a size. Allocating again for the second graph of a
         # size would leave the first one the plan of its capture, of a token a row.
         captured = (forward_batch.forward_mode, rows)
-        if not (in_capture and self._captured == captured):
+        if self._captured != captured:
             self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
-        self._captured = captured if in_capture else None
-        if in_capture:
-            self._begin_capture(rows)
-        else:
-            self._prepare(forward_batch)
+        self._captured = captured
+        self._begin_capture(rows)
 
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: object, **kwargs: object) -> None:
         """Prepare the replay of a prefill graph, whose attention runs eagerly between the captured pieces."""

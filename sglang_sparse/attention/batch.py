@@ -145,11 +145,14 @@ def load_views(views: Views, plan: DecodePlan, forward_batch: ForwardBatch, req_
         req_to_token: ``[requests, max_context]``, SGLang's token table.
     """
     loaded: set[int] = set()
+    lengths = forward_batch.seq_lens[: len(plan.covered)] if plan.bounded else None
     for view, own in zip(views, plan.groups, strict=True):
         if view.page_size in loaded:
             _load_counts(view, (view.n_select, own.n_select), (view.row_thresholds, own.row_thresholds))
+            if lengths is not None:
+                _bound(view, lengths)
         else:
-            _load(view, req_to_token, forward_batch.req_pool_indices, own)
+            _load(view, req_to_token, forward_batch.req_pool_indices, own, lengths)
             loaded.add(view.page_size)
 
 
@@ -169,11 +172,26 @@ def _load_counts(view: BatchView, *loads: tuple[torch.Tensor, torch.Tensor]) -> 
         target.copy_(torch.nn.functional.pad(counts, (0, rows - counts.shape[0])), non_blocking=True)
 
 
-def _load(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, plan: GroupPlan) -> None:
+def _bound(view: BatchView, lengths: torch.Tensor) -> None:
+    """Take off what rows of these lengths, ``[rows]`` on the device, do not hold."""
+    n_pages, n_select = view.n_pages[: len(lengths)], view.n_select[: len(lengths)]
+    torch.minimum(n_pages, ((lengths + view.page_size - 1) // view.page_size).to(torch.int32), out=n_pages)
+    torch.minimum(n_select, n_pages, out=n_select)
+
+
+def _load(
+    view: BatchView,
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    plan: GroupPlan,
+    lengths: torch.Tensor | None = None,
+) -> None:
     real = plan.n_pages.shape[0]
     _load_counts(
         view, (view.n_pages, plan.n_pages), (view.n_select, plan.n_select), (view.row_thresholds, plan.row_thresholds)
     )
+    if lengths is not None:
+        _bound(view, lengths)
     view.requests[:real].copy_(requests[:real])
     if view.page_table.shape[1] == 0:
         return

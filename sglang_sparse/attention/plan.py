@@ -47,11 +47,13 @@ class DecodePlan(NamedTuple):
         selective: ``[rows]`` bool on the CPU, rows that attend to less than everything in some layer as far as the host
             knows.
         groups: the plan of each method; none where the batch is dense.
+        bounded: made from bounds of the lengths; how many pages there are less, the device knows.
     """
 
     covered: torch.Tensor
     selective: torch.Tensor
     groups: tuple[GroupPlan, ...] = ()
+    bounded: bool = False
 
     @property
     def sparse(self) -> bool:

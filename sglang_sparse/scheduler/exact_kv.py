@@ -14,7 +14,7 @@ from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
-from sglang_sparse.scheduler.partial_batch import DENSE_PASS
+from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS
 from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
 from sglang_sparse.scheduler.request_state import ensure_state, state_of
@@ -49,6 +49,8 @@ def begin_pass(
         plan = plan_decode(backend.groups, batch.seq_lens_cpu, [state.options for state in states], compacted)
         if getattr(batch, DENSE_PASS, False):
             plan = dense_plan(len(states))
+        elif getattr(batch, BOUNDED, False):
+            plan = plan._replace(bounded=True)
         setattr(forward_batch, PLAN, plan)
         covered = plan.covered.tolist()
         exact = all(method.exact for method in settings.decode.methods)

@@ -15,6 +15,8 @@ from sglang_sparse_kernels.common.launch import to_device
 
 # The attribute of a batch whose pass runs dense, whatever its requests are.
 DENSE_PASS = "dense_pass"
+# That of a batch whose lengths on the host are bounds, while the device knows them.
+BOUNDED = "bounded_lengths"
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,19 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
     assert prepared == [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_dense_backend_prepares_what_it_has_a_part_in(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    backend, prepared = make_backend(), []
+    names = ("init_forward_metadata", "init_forward_metadata_out_graph")
+    vars(backend.dense).update({name: lambda *_, name=name: prepared.append(name) for name in names})
+    backend.attends_alone = alone
+    for views in (None, ("some",)):
+        monkeypatch.setattr(backend, "_prepare", lambda _, views=views: setattr(backend, "_views", views))
+        for name in names:
+            getattr(backend, name)(SimpleNamespace(batch_size=1))
+    assert prepared == [*names, *([] if alone else names)]
+
+
 @pytest.mark.parametrize(
     ("name", "fallback", "labels"),
     [

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ def load(view: BatchView, n_pages: list[int], n_select: list[int], requests: lis
 
 def make_view(rows: int, page_size: int) -> BatchView:
     return allocate_view(rows, 2, -(-CONTEXT // page_size), 3, page_size, torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_plan_of_bounds_ends_where_the_device_says() -> None:
+    table = torch.arange(REQUESTS * CONTEXT, dtype=torch.int32).view(REQUESTS, CONTEXT)
+    view = make_view(4, 4)
+    held, attended = torch.tensor([9, 5, 3], dtype=torch.int32), torch.tensor([2, 5, 3], dtype=torch.int32)
+    second = replace(view, n_select=torch.zeros_like(view.n_select))
+    groups = tuple(GroupPlan(held, attended, held == attended, held / 8) for _ in range(2))
+    batch: Any = SimpleNamespace(req_pool_indices=torch.tensor([2, 1, 0, 0]), seq_lens=torch.tensor([33, 12, 12, 1]))
+    load_views((view, second), DecodePlan(held < 0, held > 0, groups, bounded=True), batch, table)
+    assert view.n_pages.tolist() == [9, 3, 3, 0]
+    assert view.n_select.tolist() == second.n_select.tolist() == [2, 3, 3, 0]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])

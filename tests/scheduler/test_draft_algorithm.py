@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_sparse.config.arguments import SPARSE_SELF
 from sglang_sparse.scheduler.speculation import algorithm, graphs
+from sglang_sparse.scheduler.speculation import relay as module
 from sglang_sparse.scheduler.speculation.algorithm import Carried, SparseSelf
 from sglang_sparse.scheduler.speculation.worker import SparseSelfWorker
 
@@ -42,6 +43,30 @@ def test_it_answers_what_the_scheduler_asks(registered: SparseSelf) -> None:
     pool: Any = SimpleNamespace(req_to_token=torch.zeros(4, 8, dtype=torch.int32), size=3)
     relay = registered.create_future_map(torch.device("cpu"), pool)
     assert isinstance(relay, FutureMap)
+
+
+def test_the_host_gets_bounds_first_and_lengths_when_it_asks(
+    registered: SparseSelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=7))
+    pool: Any = SimpleNamespace(req_to_token=torch.zeros(14, 8, dtype=torch.int32), size=13)
+    relay = registered.create_future_map(torch.device("cpu"), pool)
+    batch: Any = SimpleNamespace(
+        spec_info=carried(3, 1, future=True),
+        req_pool_indices_cpu=torch.tensor([13, 11]),
+        reqs=[SimpleNamespace(kv=SimpleNamespace(kv_committed_len=length)) for length in (100, 50)],
+    )
+    relay.new_seq_lens_buf[torch.tensor([13, 11])] = torch.tensor([104, 57])
+    relay.resolve_seq_lens_cpu(batch)
+    assert batch.seq_lens.tolist() == [104, 57] and batch.seq_lens_cpu.tolist() == [107, 57]
+    assert batch.seq_lens_sum == 164 and batch.spec_info.late_lengths().tolist() == [104, 57]
+
+
+def test_without_overlap_the_lengths_are_known(registered: SparseSelf) -> None:
+    pool: Any = SimpleNamespace(req_to_token=torch.zeros(4, 8, dtype=torch.int32), size=3)
+    batch: Any = SimpleNamespace(spec_info=carried(1), seq_lens_cpu=torch.tensor([5]))
+    registered.create_future_map(torch.device("cpu"), pool).resolve_seq_lens_cpu(batch)
+    assert batch.seq_lens_cpu.tolist() == [5] and batch.spec_info.late_lengths is None
 
 
 @pytest.mark.parametrize(("given", "steps"), [(None, 6), (1, 1), (16, 16)])

@@ -40,7 +40,8 @@ class Target:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table, self.slots, self.passes = table, dict[int, tuple[int, bool]](), list[str]()
-        backend = SimpleNamespace(counters=SimpleNamespace(drafts=DraftCounts()))
+        self.bounded = 0
+        backend = SimpleNamespace(counters=SimpleNamespace(drafts=DraftCounts()), attends_alone=True)
         self.model_runner = SimpleNamespace(attn_backend=backend, shared_read_done_event="of an earlier pass")
 
     def forward_batch_generation(self, batch: Any, forward_batch: Any, is_verify: bool) -> Any:
@@ -51,7 +52,10 @@ class Target:
         self.passes.append("sparse" if sparse else "verify" if view.forward_mode.is_target_verify() else "dense")
         width = len(view.input_ids) // len(view.seq_lens)
         held = view.seq_lens - 1 if view.forward_mode.is_decode() else view.seq_lens
-        assert torch.equal(view.seq_lens_cpu, held + width) and view.seq_lens_sum == int(view.seq_lens.sum())
+        bound = STEPS * getattr(view, "bounded_lengths", False)
+        self.bounded += bool(bound)
+        assert torch.equal(view.seq_lens_cpu, held + width + bound)
+        assert view.forward_mode.is_target_verify() or view.seq_lens_sum == int(view.seq_lens_cpu.sum())
         for row, place in enumerate(view.req_pool_indices.tolist()):
             for step in range(width):
                 token = row * width + step
@@ -102,9 +106,13 @@ def request_of(seed: int, lossless: bool) -> Any:
 
 
 def generate(
-    target: Target, sampled: Sequence[bool], steps: Callable[[int], int], lossless: Sequence[bool] = (True,) * 3
+    target: Target,
+    sampled: Sequence[bool],
+    steps: Callable[[int], int],
+    lossless: Sequence[bool] = (True,) * 3,
+    late: bool = False,
 ) -> list[list[int]]:
-    """Run rounds of ``steps(round)`` drafts until each row has all its tokens."""
+    """Run rounds of ``steps(round)`` drafts until each row has its tokens. If ``late``, the host has bounds first."""
     worker = SparseSelfWorker(SimpleNamespace(random_seed=1), 0, 0, target)  # pyright: ignore[reportArgumentType]
     worker._steps = lambda batch: steps(turn)  # pyright: ignore[reportAttributeAccessIssue]
     outputs, turn = list[list[int]](), 0
@@ -113,15 +121,16 @@ def generate(
             target.slots[int(target.table[place, position])] = token, True
         info, seed = info_of([sampled[place]]), torch.tensor([SEEDS[place]])
         outputs.append([int(choose(logits_of(prompt)[None], torch.tensor([len(prompt) - 1]), info, seed))])
-    carried = SimpleNamespace(bonus_tokens=torch.tensor([output[0] for output in outputs]))
+    carried: Any = SimpleNamespace(bonus_tokens=torch.tensor([output[0] for output in outputs]))
     lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
     reqs = [request_of(seed, one) for seed, one in zip(SEEDS, lossless, strict=True)]
     while min(map(len, outputs)) < TOKENS:
+        carried.late_lengths = lengths.clone if late else None
         batch: Any = SimpleNamespace(
             forward_mode=ForwardMode.DECODE,
             reqs=reqs,
             seq_lens=lengths,
-            seq_lens_cpu=lengths,
+            seq_lens_cpu=lengths + STEPS * late,
             sampling_info=info_of(sampled),
             req_to_token_pool=SimpleNamespace(req_to_token=target.table),
             req_pool_indices=torch.arange(len(PROMPTS), dtype=torch.int32),
@@ -155,6 +164,14 @@ def test_whatever_is_drafted_dense_steps_alone_say_what_comes(target, steps, sam
     assert counts.drafted == len(PROMPTS) * target.passes.count("sparse")
     if counts.drafted:
         assert 0 < counts.accepted < 0.9 * counts.drafted, "drafts are neither useless nor right by themselves"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_first_draft_does_not_wait_for_lengths(target, alone: bool) -> None:
+    target.model_runner.attn_backend.attends_alone = alone
+    found = generate(target, SAMPLED[2], lambda turn: turn % (STEPS + 1), late=True)
+    assert found == plain(SAMPLED[2])
+    assert target.bounded == (target.passes.count("verify") if alone else 0)
 
 
 @pytest.mark.parametrize("sampled", SAMPLED[:2], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -38,9 +39,9 @@ class SparseSelf(CustomSpecAlgo):
         needs_confidence_relay: bool = False,
     ) -> FutureMap:
         """Return what relays tokens and lengths between overlapped steps."""
-        from sglang.srt.managers.overlap_utils import FutureMap
+        from sglang_sparse.scheduler.speculation.relay import Relay
 
-        return FutureMap(device, self, pool, needs_cpu_seq_lens, needs_confidence_relay)  # type: ignore[arg-type]
+        return Relay(device, self, pool, needs_cpu_seq_lens, needs_confidence_relay)  # type: ignore[arg-type]
 
     def has_draft_kv(self) -> bool:
         """Drafts are written where the verification writes."""
@@ -78,11 +79,14 @@ class Carried(SpecInput):
         bonus_tokens: ``[rows]`` int64, each row's last token, which has no KV yet.
         new_seq_lens: ``[rows]`` int64, tokens that have KV.
         future_indices: set by SGLang with overlap scheduling: the rows of the relay that hold both.
+        late_lengths: with overlap scheduling, waits for the lengths of the batch that runs, ``[rows]`` int64 on the
+            CPU; until then the batch has bounds of them.
     """
 
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
+    late_lengths: Callable[[], torch.Tensor] | None = None
     # Fields of other algorithms that the relay reads.
     topk_p: ClassVar[None] = None
     topk_index: ClassVar[None] = None

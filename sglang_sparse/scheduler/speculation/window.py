@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_sparse.scheduler.partial_batch import DENSE_PASS, without_sampling
+from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, without_sampling
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_sparse.scheduler.speculation.algorithm import Carried
 
 
 @dataclass
@@ -22,10 +25,11 @@ class Window:
 
     Attributes:
         held: ``[rows]`` int64, tokens that have KV.
-        host: the same on the CPU.
+        host: the same on the CPU, or bounds as long as ``late`` is set.
         positions: ``[rows, width]`` int64.
         slots: ``[rows, width]`` int64, where their KV goes.
         seeds: ``[rows]`` int64; None where all rows are greedy.
+        late: waits for the lengths, see ``Carried``.
         passes: what ran, so that what it reads outlives the round on the host.
     """
 
@@ -34,6 +38,7 @@ class Window:
     positions: torch.Tensor
     slots: torch.Tensor
     seeds: torch.Tensor | None
+    late: Callable[[], torch.Tensor] | None = None
     passes: list[ForwardBatch] = field(default_factory=list)
 
     @classmethod
@@ -43,7 +48,13 @@ class Window:
         positions = held[:, None] + torch.arange(width, device=held.device)
         table = batch.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices.to(torch.int64)[:, None], positions].to(torch.int64)
-        return cls(held, batch.seq_lens_cpu.to(torch.int64), positions, slots, seeds)
+        late = cast("Carried", batch.spec_info).late_lengths
+        return cls(held, batch.seq_lens_cpu.to(torch.int64), positions, slots, seeds, late)
+
+    def settle(self) -> None:
+        """Wait for the lengths, unless the host knows them."""
+        if self.late is not None:
+            self.host, self.late = self.late(), None
 
     def step(self, batch: ScheduleBatch, tokens: torch.Tensor, step: int) -> ScheduleBatch:
         """Make the batch of a decode step of the round.
@@ -88,4 +99,5 @@ class Window:
     def _extend(self, view: ScheduleBatch, tokens: int) -> None:
         view.seq_lens, view.seq_lens_cpu = self.held + tokens, self.host + tokens
         view.seq_lens_sum = int(view.seq_lens_cpu.sum())
+        setattr(view, BOUNDED, self.late is not None)
         view.orig_seq_lens = view.seq_lens.to(torch.int32)

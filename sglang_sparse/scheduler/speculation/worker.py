@@ -181,6 +181,9 @@ class SparseSelfWorker(BaseSpecWorker):
         """
         width = self.speculative_num_draft_tokens if steps else 1
         window, info = Window.of(batch, width, self._seeds(batch)), batch.sampling_info
+        if not (steps and self._backend.attends_alone):
+            # SGLang's backends plan on the host.
+            window.settle()
         if on_publish is not None and not steps:
             # Known beforehand, so that the host prepares the next step while this one runs.
             on_publish(window.held + 1)
@@ -226,6 +229,7 @@ class SparseSelfWorker(BaseSpecWorker):
             output = _output(self._run(window.step(batch, tokens[-1], step), window))
             logits = _biased(_logits(output), batch.sampling_info, 1)
             tokens.append(self._choose(logits, window.positions[:, step], batch.sampling_info, window.seeds))
+            window.settle()
         return torch.stack(tokens + tokens[-1:] * (window.positions.shape[1] - len(tokens)), 1)
 
     def _choose(
