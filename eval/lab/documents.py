@@ -158,6 +158,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "page-answers": lambda: page_tables.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
     "lossless": lambda: lossless.acceptance(sorted(RESULTS.glob("lossless-*"))),
+    "lossless-speed": lambda: lossless.speed(sorted(RESULTS.glob("lossless-*"))),
     "quality-perplexity": lambda: quality.perplexities(_file(f"{QUALITY.lower()}-resa-ppl", RESULTS / "real")),
     "quality-drift": lambda: tables.drift(_file(f"{QUALITY.lower()}-resa-drift", RESULTS / "real")),
     "quality-theta": lambda: quality.thetas(sorted((RESULTS / "real").glob("*-anchor.json"))),
