@@ -74,3 +74,16 @@ def test_layers_that_stay_dense_read_all() -> None:
     settings = build("resa", {**EVERY, "active_ratio": 0.1, "min_pages": 1, "layers": "2-"})
     plan = plan_decode(settings.decode, torch.tensor([16_000]))
     assert StepBytes(0, 1000, 0.0).draft(plan, settings.decode, 16_000, 4) == pytest.approx(0.55, abs=2e-3)
+
+
+def test_few_tokens_read_few_experts() -> None:
+    """8 experts of 128 a token: weights that a dense step of one row does not read say nothing against drafts."""
+    settings = build("resa", {**EVERY, "active_ratio": 0.1, "min_pages": 1})
+    plan = plan_decode(settings.decode, torch.tensor([16_000]))
+    costs = StepBytes(0, 1000, 0.0, experts=16_000_000, routed=8 / 128)
+    assert costs.weights(1) == 1_000_000 and costs.weights(2) == 1_937_500
+    assert costs.draft(plan, settings.decode, 16_000, 4) == pytest.approx((1 + 1.6) / (1 + 16), abs=2e-3)
+    # A verification reads more of them than a step.
+    assert costs.verification(1, 2, 16_000) == pytest.approx(VERIFICATION * 17.9375 / 17)
+    assert StepBytes(10, 1000, 0.0).verification(4, 9, 100) == VERIFICATION
+    assert best_steps(0.3, 0.7, 8, 3.0) == 0 < best_steps(0.3, 0.7, 8)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LAYER_BYTES = 150 * 2**20
 # A method whose kernel looks at every key leaves out values only; how many is known on the device alone.
 LOOKS_AT_ALL = 0.75
-# A verification in dense steps, of 9 tokens with FA3.
+# A verification in dense steps, of 9 tokens with FA3, where both read the same weights.
 VERIFICATION = 1.3
 # What is assumed of acceptance until so many drafts were judged, and how fast older rounds are forgotten.
 ACCEPTANCE, JUDGED, KEPT = 0.9, 4.0, 0.95
@@ -36,14 +36,22 @@ class StepBytes:
     """What a decode step reads on this rank.
 
     Attributes:
-        fixed: bytes of the weights, and what the layers take beside reading.
+        fixed: bytes of the weights that every pass reads, and what the layers take beside reading.
         token: bytes of KV of a token, all layers.
         summary: bytes of a token's share of the summaries, all layers.
+        experts: bytes of the routed experts.
+        routed: share of the experts that a token takes.
     """
 
     fixed: int
     token: int
     summary: float
+    experts: int = 0
+    routed: float = 0.0
+
+    def weights(self, tokens: int) -> float:
+        """Return the bytes of weights that a pass over so many tokens reads, if each takes experts at random."""
+        return self.fixed + self.experts * (1 - (1 - self.routed) ** tokens)
 
     def draft(self, plan: DecodePlan, groups: DecodeGroups, tokens: int, layers: int) -> float:
         """Return what a draft takes, in dense steps.
@@ -62,19 +70,32 @@ class StepBytes:
             read += mine * (min(share, LOOKS_AT_ALL) if isinstance(method, AttendsItself) else share)
             sparse += mine
         share = (read + layers - sparse) / layers
-        return (self.fixed + dense * share + self.summary * tokens) / (self.fixed + dense)
+        weights = self.weights(len(plan.covered))
+        return (weights + dense * share + self.summary * tokens) / (weights + dense)
+
+    def verification(self, rows: int, width: int, tokens: int) -> float:
+        """Return what a verification takes, in dense steps.
+
+        Args:
+            rows: of the batch.
+            width: tokens of a row that it takes.
+            tokens: KV tokens of the batch.
+        """
+        dense = self.token * tokens
+        return VERIFICATION * (self.weights(rows * width) + dense) / (self.weights(rows) + dense)
 
 
-def best_steps(draft: float, acceptance: float, most: int) -> int:
+def best_steps(draft: float, acceptance: float, most: int, verification: float = VERIFICATION) -> int:
     """Return how many tokens to draft, 0 to ``most``.
 
     Args:
         draft: what a draft takes, in dense steps.
         acceptance: the probability that a draft is right, where those before it are.
         most: drafts a round.
+        verification: what it takes, in dense steps.
     """
     tokens = accumulate((acceptance**step for step in range(1, most + 1)), initial=1.0)
-    gains = [found / (step * draft + VERIFICATION) for step, found in enumerate(tokens)]
+    gains = [found / (step * draft + verification) for step, found in enumerate(tokens)]
     best = max(range(1, most + 1), key=gains.__getitem__)
     return best if gains[best] > GAIN else 0
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_parallel, get_spec
@@ -137,15 +138,21 @@ class SparseSelfWorker(BaseSpecWorker):
         if not plan.sparse or groups.config.crossover_tokens != "auto":
             return self.speculative_num_steps if plan.sparse else 0
         layers = self._runner.model_config.num_hidden_layers
-        draft = self._step_bytes.draft(plan, groups, int(batch.seq_lens_cpu.sum()), layers)
-        return best_steps(draft, self._acceptance.rate, self.speculative_num_steps)
+        costs, tokens = self._step_bytes, int(batch.seq_lens_cpu.sum())
+        draft = costs.draft(plan, groups, tokens, layers)
+        verification = costs.verification(len(plan.covered), self.speculative_num_draft_tokens, tokens)
+        return best_steps(draft, self._acceptance.rate, self.speculative_num_steps, verification)
 
     @cached_property
     def _step_bytes(self) -> StepBytes:
         pool, layers = self._runner.token_to_kv_pool, self._runner.model_config.num_hidden_layers
         summaries: AuxBuffers = getattr(pool, memory.ATTRIBUTE)
+        routers = [module for module in self._runner.model.modules() if isinstance(module, FusedMoE)]
         weights = sum(weight.nbytes for weight in self._runner.model.parameters())
-        return StepBytes(weights + LAYER_BYTES * layers, summaries.kv_bytes_per_token, summaries.nbytes / pool.size)
+        experts = sum(weight.nbytes for module in routers for weight in module.parameters())
+        routed = (routers[0].top_k or 0) / routers[0].num_experts if routers else 0.0
+        fixed = weights - experts + LAYER_BYTES * layers
+        return StepBytes(fixed, summaries.kv_bytes_per_token, summaries.nbytes / pool.size, experts, routed)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         sampled = not (batch.sampling_info.is_all_greedy or batch.is_prefill_only)
