@@ -183,21 +183,23 @@ RECTIFY_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
-_OTHER_DRAFTING = (
-    "speculative_adaptive",
-    "speculative_use_rejection_sampling",
-    "speculative_use_block_verification",
-    "speculative_token_map",
-    "speculative_draft_attention_backend",
-    "speculative_draft_window_size",
-    "speculative_draft_sink_size",
-    "speculative_adaptive_config",
-    "speculative_draft_model_revision",
-    "speculative_draft_load_format",
-    "speculative_draft_model_quantization",
-    "speculative_draft_kv_cache_dtype",
-    "enable_multi_layer_eagle",
-)
+# Of SGLang's arguments of speculative decoding, what lossless decoding reads or refuses by name.
+_OWN_DRAFTING = {
+    f"speculative_{name}"
+    for name in ("algorithm", "num_steps", "num_draft_tokens", "eagle_topk", "draft_model_path", "attention_mode")
+}
+
+
+def _other_drafting(args: Arguments) -> object | None:
+    """A setting of another speculative algorithm that is not SGLang's default."""
+    from sglang.srt.server_args import ServerArgs
+
+    defaults = ServerArgs(model_path="none")
+    names = {name for name in dir(defaults) if name.startswith("speculative_")} | {"enable_multi_layer_eagle"}
+    found = ((name, getattr(args, name)) for name in sorted(names - _OWN_DRAFTING))
+    return next((f"--{name.replace('_', '-')} {got}" for name, got in found if got != getattr(defaults, name)), None)
+
+
 _DRAFTS = f"1 to {MOST_DRAFT_TOKENS} drafts a round"
 # Of servers with `--speculative-algorithm SPARSE_SELF`.
 DRAFT_LIMITS = (
@@ -221,15 +223,7 @@ DRAFT_LIMITS = (
         "it follows from --speculative-num-steps; leave it out",
     ),
     FlagLimit("a draft model", _set("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
-    FlagLimit(
-        "settings of other speculative algorithms",
-        lambda args: (
-            _set(*_OTHER_DRAFTING)(args)
-            or _other_than("speculative_accept_threshold_single", 1.0)(args)
-            or _other_than("speculative_accept_threshold_acc", 1.0)(args)
-        ),
-        "they would do nothing; leave them out",
-    ),
+    FlagLimit("settings of other speculative algorithms", _other_drafting, "they would do nothing; leave them out"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
     FlagLimit("custom logit processors", _set("enable_custom_logit_processor"), "they see one token a pass"),
     FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),

@@ -40,16 +40,21 @@ class Trigger:
         flags: fields of ``ServerArgs``.
         variable: of the environment.
         value: of the variable, where the message shows it too.
+        named: the message shows the flag, too.
     """
 
     limit: str
     flags: dict[str, Any] = field(default_factory=dict)
     variable: str | None = None
     value: str | None = None
+    named: bool = False
 
     @property
     def got(self) -> Any:
         """The value that the message shows."""
+        if self.named:
+            ((flag, value),) = self.flags.items()
+            return f"--{flag.replace('_', '-')} {value}"
         shown = f"{self.variable}={self.value}" if self.value else self.variable
         return shown or next(iter(self.flags.values()))
 
@@ -142,9 +147,16 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("--speculative-num-draft-tokens", "speculative_num_draft_tokens", 6),
             Trigger("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}),
             on("a draft model", "speculative_draft_model_path", "some/draft"),
-            on("settings of other speculative algorithms", "speculative_adaptive"),
-            on("settings of other speculative algorithms", "speculative_accept_threshold_single", 0.9),
-            on("settings of other speculative algorithms", "speculative_accept_threshold_acc", 0.9),
+            *(
+                Trigger("settings of other speculative algorithms", {flag: value}, named=True)
+                for flag, value in (
+                    ("speculative_adaptive", True),
+                    ("enable_multi_layer_eagle", True),
+                    ("speculative_accept_threshold_acc", 0.9),
+                    ("speculative_ngram_match_type", "PROB"),
+                    ("speculative_dflash_block_size", 8),
+                )
+            ),
             on("mixed chunk", "enable_mixed_chunk"),
             on("custom logit processors", "enable_custom_logit_processor"),
             on("returned hidden states", "enable_return_hidden_states"),
