@@ -15,6 +15,8 @@ SOURCE = "sglang_sparse"
 # The speculative algorithm whose drafts are the model's own, under the sparse method; and tokens that it drafts.
 SPARSE_SELF = "SPARSE_SELF"
 DRAFT_TOKENS, MOST_DRAFT_TOKENS = 6, 16
+# SGLang's speculative algorithms that may run where prompts alone are sparse.
+DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 
 
 class Arguments:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_sparse.config.arguments import DRAFT_TOKENS, MOST_DRAFT_TOKENS, SPARSE_SELF, drafts_itself
+from sglang_sparse.config.arguments import DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF, drafts_itself
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ def _lossless(args: Arguments) -> str | None:
     return args.speculative_algorithm if drafts_itself(args) else None
 
 
+def _drafter(args: Arguments, served: bool) -> str | None:
+    """The speculative algorithm, if it is one of those that prefill methods serve, or one of the others."""
+    name = args.speculative_algorithm
+    return name if name and not drafts_itself(args) and (name.upper() in DRAFTERS) is served else None
+
+
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
@@ -90,12 +96,9 @@ def _foreign_core(_: object) -> str | None:
 
 FLAG_LIMITS = (
     FlagLimit(
-        "speculative decoding",
-        lambda args: (
-            (None if drafts_itself(args) else args.speculative_algorithm)
-            or _other_than("decoupled_spec_role", "null")(args)
-        ),
-        f"draft tokens are verified by other passes; allowed: {SPARSE_SELF}",
+        "other speculative algorithms",
+        lambda args: _drafter(args, served=False) or _other_than("decoupled_spec_role", "null")(args),
+        f"their passes are not followed; allowed: {SPARSE_SELF}, or {', '.join(DRAFTERS)} with a prefill method alone",
     ),
     FlagLimit(
         "prefill-decode disaggregation",
@@ -169,6 +172,16 @@ FLAG_LIMITS = (
         "KV cache dtype",
         lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
         f"allowed: {', '.join(KV_DTYPES)}",
+    ),
+)
+
+# Of servers with a decode method.
+DECODE_LIMITS = (
+    FlagLimit(
+        "speculative decoding",
+        lambda args: _drafter(args, served=True),
+        "draft tokens are verified by passes in which no decode method runs; "
+        f"allowed: {SPARSE_SELF}, or --sparse-prefill-method without --sparse-method",
     ),
 )
 
@@ -247,6 +260,11 @@ COMPACT_LIMITS = (
 
 
 PREFILL_LIMITS = (
+    FlagLimit(
+        "adaptive speculative decoding",
+        lambda args: (args.speculative_adaptive or None) if _drafter(args, served=True) else None,
+        "each number of drafts has an attention backend of its own, and the counts of one would be reported",
+    ),
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have separate keys in the radix tree"),
     FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
 )

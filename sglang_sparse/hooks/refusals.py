@@ -15,6 +15,7 @@ from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks import dsa_flags, kv_dtypes
 from sglang_sparse.hooks.limits import (
     COMPACT_LIMITS,
+    DECODE_LIMITS,
     DRAFT_LIMITS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
@@ -68,6 +69,8 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     has_gpu = on_gpu(gpu)
     methods = settings.decode.methods
     limits = dict.fromkeys((*FLAG_LIMITS, *(limit for one in methods for limit in one.flag_limits)))
+    if settings.name:
+        limits |= dict.fromkeys(DECODE_LIMITS)
     _require_none(args, limits, f"{settings.flag} cannot run with")
     for method in methods:
         if settings.config.page_size % method.block_size:
@@ -144,15 +147,18 @@ def _require_unpenalised(args: Arguments) -> None:
 
 
 def _require_verifier(args: Arguments, gpu: Gpu) -> None:
-    """Refuse attention backends whose pass over several tokens of a row is not the dense decode of each."""
-    if not drafts_itself(args) or not on_gpu(gpu):
+    """Refuse attention backends whose pass over several tokens of a row is not the dense decode of each.
+
+    The drafts of SGLang's own algorithms promise no equality.
+    """
+    if args.speculative_algorithm is None or not on_gpu(gpu):
         return
     reasons = {"torch_native": "it has no pass over several tokens of a row that have no KV yet"}
-    if args.kv_cache_dtype.startswith("fp8"):
+    if drafts_itself(args) and args.kv_cache_dtype.startswith("fp8"):
         reasons["triton"] = "it attends to new tokens before they are rounded to fp8, which dense decode does after"
     for name in args.get_attention_backends():
         if name in reasons:
-            message = f"--speculative-algorithm {SPARSE_SELF} cannot verify with {name}: {reasons[name]}"
+            message = f"--speculative-algorithm {args.speculative_algorithm} cannot verify with {name}: {reasons[name]}"
             allowed = [other for other in GPU_ONLY_BACKENDS if other not in reasons]
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=sorted(allowed))
 

@@ -196,6 +196,8 @@ def _of_tables() -> Iterator[Refused]:
     for method in asked:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason
+    for limit in limits.DECODE_LIMITS:
+        yield limit.name, [method for method in asked if not method.prefill], limit.reason
     for limit in limits.PREFILL_LIMITS:
         # Some prefill methods come with the decode method of the same name.
         refusing = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]

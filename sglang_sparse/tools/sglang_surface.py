@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sparse.hooks.apply import parameters_of
-from sglang_sparse.hooks.limits import COMPACT_LIMITS, DRAFT_LIMITS, FLAG_LIMITS, PREFILL_LIMITS, RECTIFY_LIMITS
+from sglang_sparse.hooks.limits import (
+    COMPACT_LIMITS,
+    DECODE_LIMITS,
+    DRAFT_LIMITS,
+    FLAG_LIMITS,
+    PREFILL_LIMITS,
+    RECTIFY_LIMITS,
+)
 from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
 
@@ -107,7 +114,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     from sglang.srt.server_args import ServerArgs
 
     record: Any = ServerArgs
-    own = (*RECTIFY_LIMITS, *DRAFT_LIMITS, *COMPACT_LIMITS, *INDEXER_LIMITS, *PREFILL_LIMITS)
+    own = (*DECODE_LIMITS, *RECTIFY_LIMITS, *DRAFT_LIMITS, *COMPACT_LIMITS, *INDEXER_LIMITS, *PREFILL_LIMITS)
     for limit in (*FLAG_LIMITS, *own):
         try:
             limit.got(record(model_path="none"))

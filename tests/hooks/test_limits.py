@@ -17,6 +17,7 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.config.arguments import DRAFTERS
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import limits
 from sglang_sparse.methods import registry, support
@@ -69,8 +70,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         {"sparse_method": "resa"},
         "--sparse-method resa cannot run with ",
         (
-            on("speculative decoding", "speculative_algorithm", "EAGLE"),
-            on("speculative decoding", "decoupled_spec_role", "drafter"),
+            on("other speculative algorithms", "speculative_algorithm", "DFLASH"),
+            on("other speculative algorithms", "decoupled_spec_role", "drafter"),
             on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
             on("hierarchical cache", "enable_hierarchical_cache"),
             on("LMCache", "enable_lmcache"),
@@ -117,6 +118,11 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("the KV canary", "kv_canary", "raise"),
             Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", value="other"),
         ),
+    ),
+    "DECODE_LIMITS": (
+        {"sparse_method": "resa"},
+        "--sparse-method resa cannot run with ",
+        tuple(on("speculative decoding", "speculative_algorithm", name) for name in DRAFTERS),
     ),
     "RECTIFY_LIMITS": (
         {"sparse_method": "resa"},
@@ -187,7 +193,11 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
     "PREFILL_LIMITS": (
         {"sparse_prefill_method": "anchor"},
         "--sparse-prefill-method anchor cannot run with ",
-        (on("KV cache events", "kv_events_config", "{}"), on("multi-item scoring", "enable_mis")),
+        (
+            Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
+            on("KV cache events", "kv_events_config", "{}"),
+            on("multi-item scoring", "enable_mis"),
+        ),
     ),
 }
 # Of ``model_configs``, by what the limit calls it. Some are refused for more than one reason.
@@ -273,6 +283,27 @@ def test_backends_that_would_not_verify_are_refused(flags: list[str], reason: st
     asked = ["--model-path", "MODEL", "--sparse-method", "resa", "--speculative-algorithm", "SPARSE_SELF", *flags]
     said = dry_run.refusal(asked, "MHA/GQA", (9, 0))
     assert said is None if reason is None else said is not None and reason in said
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP"])
+@pytest.mark.parametrize("method", [{"sparse_method": "resa"}, {"sparse_prefill_method": "anchor"}])
+def test_algorithms_that_no_method_serves_are_refused_by_name(
+    algorithm: str, method: dict[str, str], tmp_path: Path
+) -> None:
+    with refused("other speculative algorithms", algorithm) as caught:
+        ServerArgs(model_path=write_config(tmp_path, "qwen3"), speculative_algorithm=algorithm, **method)
+    assert all(name in str(caught.value) for name in DRAFTERS)
+
+
+@pytest.mark.parametrize("algorithm", DRAFTERS)
+@pytest.mark.parametrize("method", ["anchor", "skip_softmax"])
+def test_algorithms_of_sglang_run_beside_a_prefill_method_alone(algorithm: str, method: str) -> None:
+    asked = ["--model-path", "MODEL", "--sparse-prefill-method", method, "--speculative-algorithm", algorithm]
+    assert dry_run.refusal([*asked, "--attention-backend", "fa3"], "MHA/GQA", (9, 0)) is None
+    said = dry_run.refusal([*asked, "--attention-backend", "torch_native"], "MHA/GQA", (9, 0))
+    assert said is not None and f"{algorithm} cannot verify with torch_native" in said
+    said = dry_run.refusal([*asked, "--sparse-method", "resa"], "MHA/GQA", (9, 0))
+    assert said is not None and "--sparse-prefill-method without --sparse-method" in said
 
 
 def test_a_model_with_a_penalty_of_its_own_is_refused(tmp_path: Path) -> None:
