@@ -107,6 +107,8 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def __init__(self, dense: Any, runner: ModelRunner, settings: Settings):
         super().__init__(dense)
+        # But for a server that only prefills sparse, which may leave the lengths of drafts to the device.
+        self.needs_cpu_seq_lens = settings.name is not None or getattr(dense, "needs_cpu_seq_lens", True)
         self.groups, self.method = settings.decode, settings.method
         for method in self.groups.methods:
             method.adopt(runner.model_config)

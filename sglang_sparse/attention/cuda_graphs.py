@@ -40,6 +40,9 @@ class GraphVariants:
 
     def select(self, forward_batch: ForwardBatch) -> str:
         """Name the graph that a batch replays."""
+        if SPARSE not in self.capture_labels:
+            # A verification may come without lengths on the host.
+            return DENSE
         return SPARSE if self._backend.plan(forward_batch.seq_lens_cpu).sparse else DENSE
 
 

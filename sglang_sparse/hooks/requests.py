@@ -35,8 +35,12 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
         tokenized = original(manager, obj, *args, **kwargs)
         if (width := tokenized.sampling_params.beam_width or 1) > 1:
             raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
-        if arguments.drafts_itself(arguments.of(manager.server_args)):
+        server = arguments.of(manager.server_args)
+        if arguments.drafts_itself(server):
             _require_exact_sampling(tokenized.sampling_params, options)
+        if server.speculative_algorithm and options.forced_tokens:
+            where = f"with --speculative-algorithm {server.speculative_algorithm}"
+            raise SparseArgumentError(field=FORCED_TOKENS, got=options.forced_tokens[:8], allowed="none", where=where)
         if NAMESPACE in (tokenized.extra_key or ""):
             allowed = f"anything without {NAMESPACE!r}"
             raise SparseArgumentError(field="extra_key", got=tokenized.extra_key, allowed=allowed)
@@ -64,8 +68,6 @@ def _require_exact_sampling(params: SamplingParams, options: RequestOptions) -> 
         )
     if not options.lossless and any((params.json_schema, params.regex, params.ebnf, params.structural_tag)):
         raise SparseArgumentError(field=LOSSLESS, got=False, allowed="true", where="with a grammar")
-    if options.forced_tokens:
-        raise SparseArgumentError(field=FORCED_TOKENS, got=options.forced_tokens[:8], allowed="none", where=where)
 
 
 def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:

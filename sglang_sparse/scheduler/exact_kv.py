@@ -41,8 +41,10 @@ def begin_pass(
         # Only its sampling runs; the passes over its rows come here one by one.
         return
     if batch.spec_algorithm.is_some() and not mode.is_extend_without_speculative():
-        # What stays of a round was written by its dense pass, and is exact as far as it is committed.
-        for state, length in zip(states, batch.seq_lens_cpu.tolist(), strict=True):
+        # What stays of a round was written by its dense pass, and is exact as far as it is committed. Without a decode
+        # method no other pass follows the prompt, and the device alone may know the lengths.
+        lengths = batch.seq_lens_cpu.tolist() if settings.name else [None] * len(states)
+        for state, length in zip(states, lengths, strict=True):
             state.shareable_len = length
     if mode.is_decode():
         compacted = any(state.compacted for state in states)
@@ -66,7 +68,7 @@ def begin_pass(
 
 
 def shareable_len(request: Req) -> int | None:
-    """Return how many tokens of SGLang's ``Req`` have exact KV, or None where nothing of it is computed."""
+    """Return how many tokens of SGLang's ``Req`` have exact KV, or None: all whose KV is committed."""
     state = state_of(request)
     return None if state is None else state.shareable_len
 
@@ -90,10 +92,9 @@ def exact_committed_len(original: Callable[[Req], int], request: Req) -> int:
         return committed_len(request)
     committed = original(request)
     exact = shareable_len(request)
-    if exact is None:
-        return committed
+    limit = committed if exact is None else min(committed, exact)
     method = prefill_chunks.sharing_method(request)
-    return min(committed, exact if method is None else min(exact, prefill_chunks.share_limit(request, method)))
+    return limit if method is None else min(limit, prefill_chunks.share_limit(request, method))
 
 
 def release_inexact_tail(

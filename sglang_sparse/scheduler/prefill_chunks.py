@@ -46,6 +46,18 @@ def current_settings() -> Settings | None:
     return settings_of(server_args)
 
 
+def keys_pairs() -> bool:
+    """Whether the tree of this process's server keys pairs of tokens, see ``scheduler/prefix_keys.py``."""
+    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    try:
+        algorithm = arguments.of(get_server_args()).speculative_algorithm
+    except ValueError:
+        return False
+    return SpeculativeAlgorithm.from_string(algorithm).is_eagle()
+
+
 def method_of(request: Req) -> PrefillGroups | None:
     """Return the prefill method of SGLang's ``Req`` with its own config, or None where its prefill is dense."""
     state = state_of(request)
@@ -64,8 +76,12 @@ def sharing_method(request: Req) -> PrefillGroups | None:
 
 
 def share_limit(request: Req, method: PrefillGroups) -> int:
-    """Return how many leading tokens of a request have KV that others may share."""
-    limit = max(method.boundary(method.dense_from(len(request.origin_input_ids))), method.dense_below)
+    """Return how many leading tokens of a request have KV that others may share.
+
+    Where SGLang keys pairs of tokens, the last position of a group has its pair within the prompt.
+    """
+    prompt = len(request.origin_input_ids)
+    limit = max(method.boundary(min(method.dense_from(prompt), prompt - keys_pairs())), method.dense_below)
     state = state_of(request)
     split = None if state is None else state.split_group
     return limit if split is None else min(limit, split)
@@ -203,7 +219,9 @@ def cache_whole_groups(
     """Around ``UnifiedRadixCache.checkpoint``: insert whole groups; the rest stays the request's own."""
     method = sharing_method(request)
     limit = up_to if method is None else min(up_to, share_limit(request, method))
-    return original(tree, request, up_to=limit, **kwargs)
+    # A key of pairs takes a token more than it has positions.
+    pairs = method is not None and tree.tree_core.is_eagle
+    return original(tree, request, up_to=limit + pairs, **kwargs)
 
 
 def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:

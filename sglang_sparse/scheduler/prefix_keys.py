@@ -4,6 +4,11 @@ KV of a sparsely prefilled group depends on all its tokens. Two prompts that par
 the group's first token on, while SGLang's tree would let them share pages up to where they part. So in the tree every
 token of a sparse group carries a digest of its group: keys of different groups part at the group's edge, and lookup,
 insertion and splitting stay SGLang's own, page by page.
+
+A tree of EAGLE keys each position by a pair, its token and the next one, on which the drafter's KV depends: a key of n
+positions has n + 1 tokens. There the first token of a group keeps its own id, since the pair before it belongs to the
+group that ends; its pair has the digest in its second token. Prompts that part right behind a group then have all of it
+in common but the last pair, hence not its last page, so a lookup is cut at the end of a group once more.
 """
 
 from __future__ import annotations
@@ -33,13 +38,16 @@ _TOKEN = (1 << TOKEN_BITS) - 1
 ATTRIBUTE = "sglang_sparse_marked"
 
 
-def with_group_digest(tokens: Sequence[int], method: PrefillGroups, before: array[int] | None = None) -> array[int]:
+def with_group_digest(
+    tokens: Sequence[int], method: PrefillGroups, before: array[int] | None = None, pairs: bool = False
+) -> array[int]:
     """Return a copy of token ids, those of sparse groups with the digest of their group.
 
     Args:
         tokens: ids from the first token on. An incomplete last group is marked by what it has.
         method: says where groups begin.
         before: what this returned for the same request earlier; whole groups of the same tokens are not hashed again.
+        pairs: whether the tree keys pairs of tokens.
     """
     start, size, found = method.dense_below, method.group_tokens, array("q", tokens)
     if len(found) <= start:
@@ -55,22 +63,25 @@ def with_group_digest(tokens: Sequence[int], method: PrefillGroups, before: arra
         int.from_bytes(blake2b(view[first : first + size], digest_size=DIGEST_BYTES).digest(), "big") << TOKEN_BITS
         for first in range(start, len(found), size)
     ]
-    ids = ids[start:]
-    ids |= torch.tensor(digests, dtype=torch.int64).repeat_interleave(size)[: len(ids)]
+    marked = ids[start:]
+    marked |= torch.tensor(digests, dtype=torch.int64).repeat_interleave(size)[: len(marked)]
+    if pairs:
+        ids[method.dense_below :: size] &= _TOKEN
     return found
 
 
-def token_ids(tokens: array[int]) -> list[int]:
-    """Return the token ids of a key in the tree."""
-    return [token & _TOKEN for token in tokens]
+def token_ids(key: RadixKey) -> list[int]:
+    """Return the token ids of a key in the tree, one for each of its positions."""
+    return [token & _TOKEN for token in key.token_ids[: len(key)]]
 
 
-def require_whole_groups(method: PrefillGroups | None, ends: Sequence[int]) -> None:
+def require_whole_groups(method: PrefillGroups | None, ends: Sequence[int], last: int = 0) -> None:
     """Prove that nodes of the tree end where KV is a function of its tokens.
 
     Args:
         method: the prefill method of their namespace.
         ends: the positions at which they end.
+        last: tokens at the end of a group that a node may lack: a page where the tree keys pairs of tokens.
 
     Raises:
         InexactTreeError: it does not, so that prompts that part within a group share some of it.
@@ -78,7 +89,7 @@ def require_whole_groups(method: PrefillGroups | None, ends: Sequence[int]) -> N
     if method is None or method.config.share_partial_groups:
         return
     for end in ends:
-        if method.boundary(end) != end:
+        if method.boundary(end) != end and method.boundary(end + last) != end + last:
             raise InexactTreeError(f"a node of the radix tree that ends with token {end - 1} cuts a group")
 
 
@@ -88,9 +99,20 @@ def mark_lookup(original: Callable[..., object], tree: RadixTree, params: Any) -
     SGLang may look up every waiting request in each scheduling step, so each request keeps its marked tokens.
     """
     key = tree_key(tree, params.key, getattr(params.req, ATTRIBUTE, None))
-    if params.req is not None and key is not params.key:
-        setattr(params.req, ATTRIBUTE, key.token_ids)
+    if key is not params.key:
+        if params.req is not None:
+            setattr(params.req, ATTRIBUTE, key.token_ids)
+        if key.is_bigram:
+            key = _whole_groups(tree, key)
     return original(tree, replace(params, key=key))
+
+
+def _whole_groups(tree: RadixTree, key: RadixKey) -> RadixKey:
+    """Return of a key what the tree holds of it, up to the end of a group."""
+    settings = current_settings()
+    method = prefill_of_namespace(settings, key.extra_key) if settings else None
+    found = tree.tree_core.match_full_device_prefix(key)[0]
+    return key[: method.boundary(found) if method else found]
 
 
 def mark_insert(original: Callable[..., object], tree: RadixTree, params: Any) -> object:
@@ -104,7 +126,7 @@ def mark_insert(original: Callable[..., object], tree: RadixTree, params: Any) -
 
 
 def tree_key(tree: RadixTree, key: RadixKey, before: array[int] | None = None) -> RadixKey:
-    """Return a request's key, a ``RadixKey``, as it stands in the tree; for ``before`` see `marked`."""
+    """Return a request's key, a ``RadixKey``, as it stands in the tree; for ``before`` see `with_group_digest`."""
     settings = current_settings()
     # A tree without a pool only sorts the waiting queue.
     if settings is None or settings.prefill is None or tree.req_to_token_pool is None:
@@ -114,5 +136,9 @@ def tree_key(tree: RadixTree, key: RadixKey, before: array[int] | None = None) -
     method = prefill_of_namespace(settings, key.extra_key)
     if method is None or method.config.share_partial_groups:
         return key
-    tokens = with_group_digest(key.raw_token_ids(), method, before)
-    return RadixKey(tokens, key.extra_key, is_bigram=key.is_bigram, cache_salt=key.cache_salt)
+    pairs, tokens = tree.tree_core.is_eagle, key.raw_token_ids()
+    if pairs and not key.is_bigram:
+        # SGLang limits positions.
+        tokens = key.token_ids[: len(tokens) + 1]
+    marked = with_group_digest(tokens, method, before, pairs)
+    return RadixKey(marked, key.extra_key, is_bigram=pairs, cache_salt=key.cache_salt)

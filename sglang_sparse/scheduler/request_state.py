@@ -26,8 +26,8 @@ class RequestState:
     Attributes:
         options: how it runs.
         counts: where its rectifications are counted.
-        shareable_len: KV of positions ``[0, shareable_len)`` is exact; None while nothing of it is computed. What a
-            sparse prefill wrote counts as exact here: nothing makes it better.
+        shareable_len: KV of positions ``[0, shareable_len)`` is exact; None where all that is committed is, as long as
+            nothing is computed too. What a sparse prefill wrote counts as exact here: nothing makes it better.
         split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
         cut: what its last pass of prefill has left for the next, if the prompt goes on and may cut a group there.
         kept: what it will hold of its prompt where it lets go of the rest, see ``PromptSelector.kept``; (0, 0) also

@@ -2,6 +2,7 @@
 
 from array import array
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -26,6 +27,10 @@ PROMPT = array("q", range(5, 5 + 200))
 @pytest.fixture(scope="module")
 def method():
     return build(None, {}, "anchor", FIELDS).prefill
+
+
+def stub_tree(pool: object, pairs: bool = False) -> Any:
+    return SimpleNamespace(req_to_token_pool=pool, tree_core=SimpleNamespace(is_eagle=pairs))
 
 
 def common(one: array, other: array) -> int:
@@ -57,10 +62,11 @@ def test_a_node_that_cuts_a_group_is_no_proof(method) -> None:
 def test_marks_leave_all_else_of_a_key_as_it_was(method, whole_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree without a pool only sorts the waiting queue, by the tokens themselves."""
     monkeypatch.setattr(prefix_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
-    key = RadixKey(PROMPT, "tenant", is_bigram=True, cache_salt="salt")
-    found = tree_key(SimpleNamespace(req_to_token_pool=object() if whole_tree else None), key)
-    assert (found.extra_key, found.is_bigram, found.cache_salt) == ("tenant", True, "salt")
-    assert found.raw_token_ids() == (with_group_digest(PROMPT, method) if whole_tree else PROMPT)
+    for pairs in (False, True):
+        key = RadixKey(PROMPT, "tenant", is_bigram=pairs, cache_salt="salt")
+        found = tree_key(stub_tree(object() if whole_tree else None, pairs), key)
+        assert (found.extra_key, found.is_bigram, found.cache_salt) == ("tenant", pairs, "salt")
+        assert found.raw_token_ids() == (with_group_digest(PROMPT, method, pairs=pairs) if whole_tree else PROMPT)
 
 
 def test_a_request_that_waits_is_hashed_once(method, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +75,7 @@ def test_a_request_that_waits_is_hashed_once(method, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prefix_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
     digest = prefix_keys.blake2b
     monkeypatch.setattr(prefix_keys, "blake2b", lambda view, **more: sizes.append(len(view)) or digest(view, **more))
-    tree, request, found = SimpleNamespace(req_to_token_pool=object()), SimpleNamespace(), []
+    tree, request, found = stub_tree(object()), SimpleNamespace(), []
 
     def look(tokens: array) -> array:
         params = MatchPrefixParams(RadixKey(tokens), req=request)
@@ -92,5 +98,7 @@ def test_the_tokens_come_back(method) -> None:
     before = array("q", PROMPT)
     largest = array("q", [(1 << TOKEN_BITS) - 1] * 200)
     for tokens in (PROMPT, PROMPT[:40], largest, array("q")):
-        assert token_ids(with_group_digest(tokens, method)) == list(tokens)
+        for pairs in (False, True):
+            key = RadixKey(with_group_digest(tokens, method, pairs=pairs), is_bigram=pairs)
+            assert token_ids(key) == list(tokens[: len(key)])
     assert before == PROMPT and min(with_group_digest(largest, method)) > 0
