@@ -57,7 +57,7 @@ class Block:
             "config": f"'{json.dumps(options.config)}'",
             "prefill": f"'{json.dumps(options.prefill)}'",
             "mixed": "on" if options.mixed else "off",
-            "method": options.method,
+            "method": options.method or "resa",
             "radix": "on" if options.radix else "off",
             "apart": "on" if options.apart else "off",
             "core": options.core,
@@ -66,6 +66,8 @@ class Block:
             "first-seed": seed,
             "schedules": 1,
         }
+        if options.drafter:
+            words["drafter"] = options.drafter
         if self.sabotage:
             words["sabotage"] = self.sabotage
         return "python tests/schedules/run.py " + " ".join(f"--{name} {value}" for name, value in words.items())

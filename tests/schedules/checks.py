@@ -96,14 +96,20 @@ def check_exact_lengths(engine: Engine) -> None:
     """protected <= exact <= committed for every request that ran; a verification writes more than it commits."""
     for request in holders(engine.scheduler):
         exact = exact_kv.shareable_len(request)
-        if exact is None:
+        if exact is None and not engine.options.drafter:
             raise BrokenInvariantError(f"{request.rid} holds KV and has no exact length")
         if engine.options.drafts:
-            exact = min(exact, committed_len(request))
+            exact = exact_len(request)
         if not protected_len(request) <= exact <= committed_len(request):
             raise BrokenInvariantError(
                 f"{request.rid}: protected {protected_len(request)}, exact {exact}, committed {committed_len(request)}"
             )
+
+
+def exact_len(request: Any) -> int:
+    """How much of its KV is exact, and its own: a verification writes more than it commits."""
+    exact, committed = exact_kv.shareable_len(request), committed_len(request)
+    return committed if exact is None else min(exact, committed)
 
 
 def check_running_kv(engine: Engine) -> float:
@@ -113,7 +119,7 @@ def check_running_kv(engine: Engine) -> float:
         if is_compacted(request):
             # There is no room for the rest of it; ``compaction.py`` compares what it holds.
             continue
-        end = min(exact_kv.shareable_len(request), committed_len(request))
+        end = exact_len(request)
         tokens = [*request.origin_input_ids, *request.output_ids][:end]
         # The newest token of an overlapped step is only on the device; the step that wrote its KV ends with it.
         end = len(tokens)

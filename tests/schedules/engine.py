@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from checkpoints import random_qwen3
+from checkpoints import random_eagle3, random_qwen3
 from compaction import Compactions
+from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.runtime_context import SpawnRanks, get_server_args, publish
@@ -26,6 +28,8 @@ from sglang_sparse.scheduler.inserted_keys import remember_inserts
 
 VOCABULARY = 300
 CONTEXT = 512
+# Tokens of a group of sparse prefill.
+GROUP = 32
 RUNNING = 8
 
 
@@ -50,6 +54,7 @@ class EngineOptions:
         apart: rectify each row in a pass of its own, as long rows are on a GPU.
         core: the core of SGLang's radix tree.
         drafts: tokens that the sparse method drafts a round, for a dense pass to verify; 0 for none.
+        drafter: an algorithm of SGLang that drafts instead, with a random drafter, beside sparse prefill alone.
     """
 
     overlap: bool
@@ -59,11 +64,12 @@ class EngineOptions:
     config: dict[str, Any] = field(default_factory=dict)
     prefill: dict[str, Any] | None = None
     mixed: bool = False
-    method: str = "resa"
+    method: str | None = "resa"
     radix: bool = True
     apart: bool = False
     core: str = "rust"
     drafts: int = 0
+    drafter: str | None = None
 
     @property
     def pages(self) -> int:
@@ -89,13 +95,18 @@ class EngineOptions:
         """Groups are small, and about half of what is outside the anchor is left out."""
         if self.prefill is None:
             return {}
-        config = {"block_size": 16, "step": 2, "theta": 2.0, "dense_tail": 0, "dense_fallback": "never"}
+        config = {"block_size": GROUP // 2, "step": 2, "theta": 2.0, "dense_tail": 0, "dense_fallback": "never"}
         return {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps({**config, **self.prefill})}
 
-    @property
-    def draft_flags(self) -> dict[str, Any]:
-        """For lossless decoding."""
-        return {"speculative_algorithm": "SPARSE_SELF", "speculative_num_steps": self.drafts} if self.drafts else {}
+    def draft_flags(self, model: Path) -> dict[str, Any]:
+        """For lossless decoding, or a drafter beside the model's folder."""
+        if not self.drafts:
+            return {}
+        flags = {"speculative_algorithm": self.drafter or "SPARSE_SELF", "speculative_num_steps": self.drafts}
+        if self.drafter is None:
+            return flags
+        more = {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": self.drafts + 1}
+        return {**flags, **more, "speculative_draft_model_path": str(DRAFTERS[self.drafter](model))}
 
     @property
     def keeps(self) -> bool:
@@ -125,7 +136,7 @@ class EngineOptions:
     @property
     def repeats_greedy(self) -> bool:
         """Whether a twin answers the same where tokens are not drawn; lossless decoding draws alike, too."""
-        return self.compared and not self.drafts
+        return self.compared and (not self.drafts or self.drafter is not None)
 
     @property
     def reserved(self) -> int:
@@ -155,6 +166,13 @@ def tiny_model(path: Path) -> Path:
     )
 
 
+# The drafters: the model itself, whose prompts are dense here, so that it is not always right; and one that seldom is.
+DRAFTERS: dict[str, Callable[[Path], Path]] = {
+    "STANDALONE": lambda model: model,
+    "EAGLE3": lambda model: random_eagle3(model.with_name("eagle3"), model),
+}
+
+
 class Engine:
     """A scheduler whose requests come from ``run`` and whose outputs end in ``outputs``. One a process.
 
@@ -168,6 +186,8 @@ class Engine:
         logprobs: likewise the log-probabilities of those of requests that asked for them.
         ended: why each request ended, by id.
         cached_tokens: prompt tokens that came from the tree.
+        drafted: tokens of SGLang's drafters, of requests that ended.
+        accepted: those of them that the model chose, too.
         compaction: what requests must hold that have let go of their prompts; None where none do.
         evicted_tokens: of the tree, by whomever.
         divided: passes of rows that were rectified in one step.
@@ -190,12 +210,17 @@ class Engine:
             schedule_conservativeness=0.1,
             log_level="error",
             sparse_method=options.method,
-            sparse_config=json.dumps(options.sparse_config),
+            sparse_config=json.dumps(options.sparse_config) if options.method else None,
             # Of a request that has no seed.
             random_seed=1,
             **options.prefill_flags,
-            **options.draft_flags,
+            **options.draft_flags(model),
         )
+        if options.drafter:
+            # As on a GPU: SGLang would not overlap rounds of its own drafters, and keep the lengths on the host.
+            speculative_hook._disable_overlap_schedule_for_cpu = lambda _: None
+            TorchNativeAttnBackend.needs_cpu_seq_lens = not options.overlap
+            TorchNativeAttnBackend.max_context_len = CONTEXT  # pyright: ignore[reportAttributeAccessIssue]
         args.resolve_once()
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args))
@@ -228,7 +253,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
         self.ended: dict[str, str] = {}
-        self.cached_tokens = 0
+        self.cached_tokens = self.drafted = self.accepted = 0
 
     def _detach(self) -> None:
         channels = self.scheduler.ipc_channels
@@ -252,6 +277,8 @@ class Engine:
                 self.outputs.setdefault(rid, []).extend(tokens)
                 if reason is not None:
                     self.ended[rid] = reason["type"]
+            self.drafted += sum(self.options.drafts * count for count in output.spec_verify_ct or ())
+            self.accepted += sum(output.spec_num_correct_drafts or ())
             for rid, logprobs in zip(output.rids, output.output_token_logprobs_val or (), strict=False):
                 self.logprobs.setdefault(rid, []).extend(logprobs)
 

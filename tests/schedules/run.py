@@ -52,16 +52,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--apart", choices=["on", "off"], default="off", help="rectify each row in a pass of its own")
     parser.add_argument("--core", choices=["both", "rust", "python"], default="both", help="both: blocks take turns")
     parser.add_argument("--drafts", type=int, default=0, help="a round of lossless decoding")
+    parser.add_argument("--drafter", choices=["STANDALONE", "EAGLE3"], help="SGLang's, with sparse prefill alone")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
     parser.add_argument("--vary-skip", action="store_true", help="likewise with SKIP_VARIANTS")
     parser.add_argument("--vary-parts", action="store_true", help="likewise with PARTS_VARIANTS")
     parser.add_argument("--vary-drafts", action="store_true", help="likewise with DRAFT_VARIANTS")
+    parser.add_argument("--vary-drafters", action="store_true", help="likewise with DRAFTER_VARIANTS")
     parser.add_argument(
         "--sabotage",
         choices=[
             *("guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"),
-            *("copies", "insert", "dense", "unseen", "drafts"),
+            *("copies", "insert", "dense", "unseen", "drafts", "pairs"),
         ],
         help="break the product, to see it caught",
     )
@@ -104,7 +106,7 @@ def _prepare(directory: Path) -> None:
     sglang = importlib.util.find_spec("sglang")
     assert sglang is not None and sglang.submodule_search_locations
     models = Path(sglang.submodule_search_locations[0]) / "srt" / "models"
-    others = sorted({path.stem for path in models.iterdir()} - {"__init__", "qwen3"})
+    others = sorted({path.stem for path in models.iterdir()} - {"__init__", "qwen3", "llama", "llama_eagle3"})
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     from sglang.srt.plugins import load_plugins
 
@@ -156,7 +158,14 @@ def _run(args: argparse.Namespace, model: Path, out: TextIO | None) -> bool:
 def _blocks(args: argparse.Namespace) -> list[Block]:
     from blocks import Block
     from engine import EngineOptions
-    from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, PARTS_VARIANTS, SKIP_VARIANTS, VARIANTS
+    from variants import (
+        COMPACT_VARIANTS,
+        DRAFT_VARIANTS,
+        DRAFTER_VARIANTS,
+        PARTS_VARIANTS,
+        SKIP_VARIANTS,
+        VARIANTS,
+    )
 
     asked = (
         (args.vary, VARIANTS),
@@ -164,18 +173,21 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         (args.vary_skip, SKIP_VARIANTS),
         (args.vary_parts, PARTS_VARIANTS),
         (args.vary_drafts, DRAFT_VARIANTS),
+        (args.vary_drafters, DRAFTER_VARIANTS),
     )
     variants = next((variants for wanted, variants in asked if wanted), ())
     blocks = []
     end = args.first_seed + args.schedules
     for number, first in enumerate(range(args.first_seed, end, args.block)):
         overlap = number % 2 == 0 if args.overlap == "both" else args.overlap == "on"
+        method = None if args.drafter else args.method
         options = EngineOptions(
-            overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill, args.mixed == "on", args.method
+            overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill, args.mixed == "on", method
         )
         # Each core gets every variant, and both kinds of overlap.
         core = ("rust", "python")[number // (len(variants) or 2) % 2] if args.core == "both" else args.core
         options = replace(options, radix=args.radix == "on", apart=args.apart == "on", core=core, drafts=args.drafts)
+        options = replace(options, drafter=args.drafter)
         if variants:
             options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
@@ -187,7 +199,7 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
     from blocks import Block, run_blocks
     from engine import EngineOptions
     from sabotage import SABOTAGES
-    from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, MIXED_VARIANTS
+    from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, DRAFTER_VARIANTS, MIXED_VARIANTS
 
     missed = []
     for name in SABOTAGES:
@@ -196,13 +208,17 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
             options = replace(options, slots=480, chunk=64, prefill={})
         if name == "tail":
             options = replace(options, slots=480, chunk=64, prefill={"dense_tail": 40})
+        if name == "pairs":
+            options = replace(options, **DRAFTER_VARIANTS[1])
         if name == "mixed":
             options = replace(options, **MIXED_VARIANTS[0])
         if name in ("copies", "insert", "dense", "unseen"):
             options = replace(options, **COMPACT_VARIANTS[1 if name == "dense" else 0])
         if name == "drafts":
             options = replace(options, **DRAFT_VARIANTS[0])
-        block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)
+        # The first schedule in which a prompt parts right behind a group that another one holds.
+        first = args.first_seed + (25 if name == "pairs" else 0)
+        block = Block(first, first + SELF_TEST_SCHEDULES - 1, 8, options, name)
         (row,) = run_blocks([block], model, workers=1, most_failures=1)
         write("sabotage", **row)
         if not row["failures"]:

@@ -87,6 +87,11 @@ def forget_what_a_group_is(engine: Engine) -> None:
     prefix_keys.with_group_digest = lambda tokens, *_: tokens
 
 
+def use_the_last_page_of_a_pair(engine: Engine) -> None:
+    """In a tree of pairs, use all that a lookup finds: prompts that part right behind a group lack its last page."""
+    prefix_keys._whole_groups = lambda tree, key: key
+
+
 def share_dense_tails(engine: Engine) -> None:
     """Let the complete groups that a prompt's dense tail touches into the tree."""
     prefill_chunks.share_limit = lambda request, method: max(
@@ -160,6 +165,7 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "groups": share_incomplete_groups,
     "match": match_within_groups,
     "keys": forget_what_a_group_is,
+    "pairs": use_the_last_page_of_a_pair,
     "mixed": prefill_decoding_rows,
     "tail": share_dense_tails,
     "copies": forget_a_copy,

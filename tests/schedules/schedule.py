@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from checks import BrokenInvariantError, LostPageError, check_running_kv, check_step, check_tree, holders
-from engine import CONTEXT, VOCABULARY, Engine, StopLoop, force_retraction, request
+from engine import CONTEXT, GROUP, VOCABULARY, Engine, StopLoop, force_retraction, request
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from twin import Answer
@@ -124,6 +124,8 @@ class Schedule:
         self.counts.cached_tokens = self.engine.cached_tokens
         for name, value in self._counted().items():
             setattr(self.counts, name, value - before[name])
+        self.counts.drafted += self.engine.drafted
+        self.counts.accepted += self.engine.accepted
         self.counts.made_room -= self.counts.evictions
         return self.counts
 
@@ -242,7 +244,9 @@ class Schedule:
             "custom_params": self._custom_params(),
         }
         self._sampling[rid] = sampling
-        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15 or self.engine.options.compared)
+        # SGLang mixes no batch that returns them.
+        compared = self.engine.options.compared and not self.engine.options.mixed
+        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15 or compared)
 
     def _prompt(self) -> list[int]:
         rng = self._rng
@@ -253,6 +257,9 @@ class Schedule:
         rid = rng.choice([*self._prompts])
         earlier = self._prompts[rid] + self.engine.outputs.get(rid, [])
         kept = len(earlier) if rng.random() < 0.6 else rng.randint(0, len(earlier))
+        if self.engine.options.drafter and rng.random() < 0.5:
+            # Prompts that part right behind a group, which have no pair of tokens there in common.
+            kept -= kept % GROUP
         return earlier[:kept] + fresh[: rng.randint(0 if kept else 1, len(fresh))]
 
     def _custom_params(self) -> dict[str, Any] | None:
@@ -262,7 +269,7 @@ class Schedule:
             # Requests of one namespace, mostly, or nobody would share a prefix.
             kinds += ["theta", "exact", *["none"] * 6]
         kind = rng.choice(kinds)
-        if kind == "none":
+        if kind == "none" or (self.engine.options.method is None and kind in ("ratio", "interval", "both")):
             return None
         if kind == "dense":
             return {"sparse": False}

@@ -53,6 +53,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("groups", "mismatch"),
         ("match", "mismatch"),
         ("keys", "mismatch"),
+        ("pairs", "mismatch"),
         ("mixed", "mismatch"),
         ("tail", "mismatch"),
         ("copies", "mismatch"),
@@ -115,6 +116,13 @@ def assert_lossless(rows: list[dict[str, Any]], schedules: int) -> None:
 def test_drafts_leave_answers_and_pages_as_dense_steps_have_them(tmp_path) -> None:
     flags = ["--schedules", "12", "--block", "2", "--steps", "4", "--vary-drafts", "--workers", str(WORKERS)]
     assert_lossless(run(tmp_path / "rows.jsonl", *flags), 12)
+
+
+def test_drafters_of_sglang_leave_answers_and_pages_as_sparse_prefill_alone_has_them(tmp_path) -> None:
+    flags = ["--schedules", "24", "--block", "6", "--steps", "6", "--vary-drafters", "--workers", str(WORKERS)]
+    rows = run(tmp_path / "rows.jsonl", *flags)
+    assert_lossless(rows, 24)
+    assert rows[-1]["mixed_rows"] > 0
 
 
 @pytest.mark.soak

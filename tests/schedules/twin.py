@@ -73,14 +73,16 @@ def difference(answer: Answer, tokens: list[int], logprobs: list[float]) -> str 
     end = len(answer.tokens) if answer.whole else min(len(answer.tokens), len(tokens))
     if answer.tokens[:end] != (tokens if answer.whole else tokens[:end]):
         return f"answered {answer.tokens}, alone {tokens}"
-    worst = max((abs(a - b) for a, b in zip(answer.logprobs[:end], logprobs[:end], strict=True)), default=0.0)
+    asked = zip(answer.logprobs[:end], logprobs[:end], strict=True) if answer.logprobs else ()
+    worst = max((abs(a - b) for a, b in asked), default=0.0)
     return f"log-probabilities are {worst} apart" if worst > TOLERANCE else None
 
 
 def _alone(options: EngineOptions) -> EngineOptions:
     own = {"dense_fallback": "auto", "crossover_tokens": 10**9} if options.drafts else {"eviction": "visibility"}
     config = {**options.config, **own}
-    return replace(options, overlap=False, slots=4096, chunk=512, radix=False, config=config)
+    drafts = 0 if options.drafter else options.drafts
+    return replace(options, overlap=False, slots=4096, chunk=512, radix=False, config=config, drafts=drafts)
 
 
 def _serve(options: EngineOptions, model: Path, pipe: Any, others: Any) -> None:

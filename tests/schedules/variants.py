@@ -109,6 +109,21 @@ DRAFT_VARIANTS: tuple[dict[str, Any], ...] = (
     {**DRAFTS, "overlap": False, "slots": 480, "chunk": 64, "prefill": {"dense_tail": 5}},
     {**PARTS, "overlap": False, "drafts": 3, "config": {"layers": {"0": {}, "1": RESA_PART}, "rectify_interval": 0}},
 )
+# A drafter of SGLang's beside sparse prefill alone: trees of tokens and of pairs of them, with little memory, prompts
+# whose last groups are not shared, and rows that decode within the batches of prompts.
+DRAFTER: dict[str, Any] = {"method": None, "overlap": True, "slots": 480, "chunk": 64, "drafts": 3, "config": {}}
+DRAFTER_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**DRAFTER, "drafter": "STANDALONE", "prefill": {"dense_tail": 5}},
+    {**DRAFTER, "drafter": "EAGLE3", "prefill": {"dense_tail": 5}},
+    {
+        **DRAFTER,
+        "overlap": False,
+        "drafter": "EAGLE3",
+        "drafts": 1,
+        "prefill": {"crossover_tokens": 96, "dense_fallback": "auto"},
+    },
+    {**DRAFTER, "drafter": "EAGLE3", "prefill": {}, "mixed": True},
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},

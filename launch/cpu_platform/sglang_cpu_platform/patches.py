@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_cpu_platform import attention, sparse_mla
+from sglang_cpu_platform import attention, sparse_mla, speculation
 
 
 def limit_threads(**_: Any) -> None:
@@ -97,6 +97,8 @@ _DSA = "sglang.srt.layers.attention"
 _LATENTS = "sglang.kernels.ops.quantization.dsa_quant_k_cache.quantize_k_cache_separate"
 _INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend"
+_DRAFTS = "sglang.kernels.ops.speculative"
+_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "sglang.srt.distributed.bootstrap._bind_threads_if_cpu": (limit_threads, HookType.REPLACE),
     "torch.cuda.get_device_capability": (device_capability, HookType.REPLACE),
@@ -114,6 +116,13 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (no_kv_copy, HookType.REPLACE),
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": (assign_slots, HookType.REPLACE),
     "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32": (hash_noise, HookType.REPLACE),
+    f"{_DRAFTS}.cache_locs.assign_draft_cache_locs_contiguous_func": (speculation.draft_slots, HookType.REPLACE),
+    f"{_DRAFTS}.gather_spec_extras.gather_spec_extras": (speculation.carried, HookType.REPLACE),
+    f"{_DRAFTS}.spec_tree.build_tree_kernel_efficient_func": (speculation.build_chain, HookType.REPLACE),
+    f"{_DRAFTS}.spec_tree.verify_tree_greedy_func": (speculation.verify_chain, HookType.REPLACE),
+    f"{_DRAFTS}.eagle.fill_bonus_tokens_func": (speculation.last_accepted, HookType.REPLACE),
+    f"{_BACKENDS}.create_decode_backend": (speculation.draft_backends, HookType.REPLACE),
+    f"{_BACKENDS}.create_draft_extend_backend": (speculation.no_extend_backend, HookType.REPLACE),
     f"{_XGRAMMAR}.apply_vocab_mask": (apply_bitmask, HookType.REPLACE),
 }
 

@@ -14,10 +14,12 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_cpu_platform import patches
+from sglang_cpu_platform import patches, speculation
 
 # SGLang makes the platform while most of its modules are half imported, so methods import them when called.
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PretrainedConfig
 
 SUPPORTED_SGLANG = "0.5.23"
@@ -83,6 +85,14 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Return torch.compile's backend that compiles nothing."""
         return "eager"
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Whether an algorithm of SGLang runs, with chains of drafts."""
+        return algorithm in speculation.ALGORITHMS
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        """Return what names the slots of a verification."""
+        return speculation.extend_slots
+
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Prove the patches, and send MLA prefill on torch_native through the absorbed method.
 
@@ -92,8 +102,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             RuntimeError: if a patch is missing in this process.
         """
         from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+        from sglang.srt.speculative import eagle_utils
 
         patches.require_applied()
+        # None without a GPU, which no hook replaces: it would replace every None.
+        eagle_utils.tree_speculative_sampling_target_only = speculation.sample_chain
         # Unknown to SGLang's registry, torch_native falls back to Triton's rule, which prefills with multi-head keys;
         # it reads keys from the pool instead, where MLA keeps one latent per token.
         handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
