@@ -52,7 +52,7 @@ GLANCE: Mapping[str, Mapping[str, object]] = {
     "data parallelism": {"dp_size": 2},
     "mixed chunks": {"enable_mixed_chunk": True},
     "lossless decoding": {"speculative_algorithm": SPARSE_SELF},
-    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+    "speculative decoding": {"speculative_algorithm": "EAGLE3"},
     "LoRA": {"enable_lora": True},
     "prefill-decode disaggregation": {"disaggregation_mode": "prefill"},
     "hierarchical cache": {"enable_hierarchical_cache": True},

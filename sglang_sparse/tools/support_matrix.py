@@ -44,7 +44,7 @@ FLAGS: tuple[Mapping[str, object], ...] = (
     {"enable_return_hidden_states": True},
     {"kv_events_config": "{}"},
     {"speculative_algorithm": SPARSE_SELF},
-    {"speculative_algorithm": "EAGLE"},
+    {"speculative_algorithm": "EAGLE3"},
 )
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Fields that may make a method fit.

@@ -135,7 +135,7 @@ class Start:
     def shows(self) -> set[Cell]:
         """What of the tables of features is true where this server answers as it should."""
         label = self.method.label
-        flags = {row_of(flag) for flag in support_matrix.FLAGS if flag.keys() <= self.flags.keys()}
+        flags = {row_of(flag) for flag in support_matrix.FLAGS if flag.items() <= self.flags.items()}
         found = {Cell(row, label) for row in flags}
         found |= {
             Cell(feature_cells.PAGE_SIZE, one.label, str(self.page)) for one in (self.method, self.partner) if one

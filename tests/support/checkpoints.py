@@ -79,21 +79,26 @@ def random_dsa(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
 
 
 def random_eagle3(path: Path, target: Path, seed: int = 0) -> Path:
-    """Random float32 EAGLE3 head for a Qwen3 checkpoint, whose embedding and LM head it shares."""
+    """Random float32 EAGLE3 head for a Qwen3 checkpoint, whose embedding and LM head it shares.
+
+    It reads the outputs of all layers of the model but the last.
+    """
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((target / "config.json").read_text())
     kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     kept += ("vocab_size", "max_position_embeddings", "rms_norm_eps", "eos_token_id")
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    own: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
     own |= {"hidden_act": "silu", "draft_vocab_size": None, "tie_word_embeddings": False, "torch_dtype": "float32"}
+    layers = [*range(config["num_hidden_layers"] - 1)]
+    own["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({**{name: config[name] for name in kept}, **own}))
     hidden, wide, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     attention = {"q": (query, 2 * hidden), "k": (key, 2 * hidden), "v": (key, 2 * hidden), "o": (hidden, query)}
-    shapes = {"fc": (hidden, 3 * hidden)}
+    shapes = {"fc": (hidden, len(layers) * hidden)}
     shapes |= {f"midlayer.self_attn.{name}_proj": shape for name, shape in attention.items()}
     mlp = {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
     shapes |= {f"midlayer.mlp.{name}_proj": shape for name, shape in mlp.items()}

@@ -111,6 +111,10 @@ PROOFS: Mapping[Cell, str] = {
         for other in others
     },
     Cell(OTHER_LAYERS, PREFILL_SKIP, _OTHER_FIELDS): _LAYERED + "two_factors_of_one_method_on_two_ranks",
+    **{
+        Cell("`--speculative-algorithm EAGLE3`", method): _SERVER.format("drafters") + "drafts_change_no_answer"
+        for method in ("anchor", PREFILL_SKIP)
+    },
     Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",

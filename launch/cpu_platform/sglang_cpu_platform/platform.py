@@ -101,12 +101,15 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         Raises:
             RuntimeError: if a patch is missing in this process.
         """
+        from sglang.srt.layers.sampler import top_p_normalize_probs_torch
         from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
         from sglang.srt.speculative import eagle_utils
 
         patches.require_applied()
         # None without a GPU, which no hook replaces: it would replace every None.
         eagle_utils.tree_speculative_sampling_target_only = speculation.sample_chain
+        eagle_utils.top_k_renorm_prob = speculation.keep_top_k
+        eagle_utils.top_p_renorm_prob = top_p_normalize_probs_torch
         # Unknown to SGLang's registry, torch_native falls back to Triton's rule, which prefills with multi-head keys;
         # it reads keys from the pool instead, where MLA keeps one latent per token.
         handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)

@@ -108,6 +108,13 @@ def sample_chain(*, target_probs: torch.Tensor, **filled: Any) -> None:
     verify_chain(target_predict=drawn, **filled)
 
 
+def keep_top_k(probs: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of each row's likeliest tokens, so many of them, which sum to 1; zeros elsewhere."""
+    ranks = probs.argsort(-1, descending=True).argsort(-1)
+    kept = probs.where(ranks < counts.view(-1, 1), 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
 def last_accepted(accepted: torch.Tensor, lengths: torch.Tensor, bonus: torch.Tensor, stride: int, rows: int) -> None:
     """Write each row's last accepted token to ``bonus``; ``accepted`` has ``stride`` tokens a row."""
     last = accepted.view(rows, stride).gather(1, lengths.to(torch.int64)[:, None] - 1)
