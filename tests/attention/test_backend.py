@@ -298,7 +298,11 @@ def test_the_dense_backend_prepares_what_it_has_a_part_in(monkeypatch: pytest.Mo
 )
 def test_graphs_that_no_batch_would_replay_are_not_captured(name: str | None, fallback: str, labels: Any) -> None:
     settings: Any = SimpleNamespace(name=name, config=SimpleNamespace(dense_fallback=fallback))
-    assert cuda_graphs.GraphVariants(make_backend(), settings).capture_labels == labels
+    variants = cuda_graphs.GraphVariants(make_backend(), settings)
+    assert variants.capture_labels == labels
+    if name is None:
+        unknown: Any = SimpleNamespace(seq_lens_cpu=None)
+        assert variants.select(unknown) == cuda_graphs.DENSE, "lengths of a verification may be the device's alone"
 
 
 def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:

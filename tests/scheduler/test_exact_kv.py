@@ -34,10 +34,12 @@ def follow(
     prefixes: list[int] | None = None,
     fields: dict[str, object] = SPARSE,
     algorithm: object = SpeculativeAlgorithm.NONE,
+    args: SimpleNamespace | None = None,
+    draft: bool = False,
     **more: object,
 ) -> SimpleNamespace:
-    """A pass, begun; ``more`` of its batch."""
-    args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
+    """A pass, begun, of the model or of a drafter; ``more`` of its batch."""
+    args = args or SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
     backend = SimpleNamespace(
         groups=settings.decode,
@@ -46,7 +48,7 @@ def follow(
         prefill=None,
         keeps=(),
     )
-    runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
+    runner = SimpleNamespace(server_args=args, is_draft_worker=draft, attn_backend=backend)
     batch = SimpleNamespace(
         forward_mode=ForwardMode[mode.upper()],
         spec_algorithm=algorithm,
@@ -213,6 +215,47 @@ def test_a_verification_of_others_moves_nothing_that_a_prefix_says() -> None:
     follow("decode", [one], [701])
     follow("target_verify", [one], [701], prefix_lens=[650], extend_lens=[64])
     assert exact(one, 800) == 700
+
+
+PREFILL = {"block_size": 16, "step": 2, "crossover_tokens": 64, "dense_tail": 0}
+ALONE = SimpleNamespace(
+    sparse_method=None, sparse_prefill_method="anchor", sparse_prefill_config=json.dumps(PREFILL), page_size=16
+)
+
+
+@pytest.mark.parametrize("algorithm", [SpeculativeAlgorithm.EAGLE3, SpeculativeAlgorithm.NGRAM])
+@pytest.mark.parametrize("mode", ["target_verify", "draft_extend_v2", "decode", "idle"])
+def test_all_that_others_commit_behind_a_sparse_prompt_is_exact(algorithm: object, mode: str) -> None:
+    """Shared are whole groups of the prompt. Its lengths are stale, and the device alone has those of now."""
+    one = request()
+    one.origin_input_ids = [0] * 200
+    follow("extend", [one], [150], [0], algorithm=algorithm, args=ALONE)
+    assert exact(one, 150) == 150
+    follow("extend", [one], [200], [150], algorithm=algorithm, args=ALONE)
+    stale = {"prefix_lens": torch.tensor([150]), "extend_lens": torch.tensor([50]), "seq_lens_cpu": None}
+    if mode != "decode":
+        follow(mode, [one], [207], algorithm=algorithm, args=ALONE, **stale)
+    # Of the drafter, whose KV is not ours.
+    follow(mode, [one], [207], algorithm=algorithm, args=ALONE, draft=True, **stale)
+    assert exact(one, 180) == 180 and exact(one, 207) == 192
+    short = request()
+    short.origin_input_ids = [0] * 40
+    follow("extend", [short], [40], [0], algorithm=algorithm, args=ALONE)
+    follow("target_verify", [short], [43], algorithm=algorithm, args=ALONE, **stale)
+    assert [exact(short, committed) for committed in (40, 47, 64, 90)] == [40, 47, 64, 64]
+    exact_kv.forget_exact_length(None, one)
+    follow("extend", [one], [203], [0], algorithm=algorithm, args=ALONE)
+    assert exact(one, 203) == 192
+
+
+def test_rows_that_decode_within_a_mixed_batch_are_exact_as_far_as_it_goes() -> None:
+    one = request()
+    one.origin_input_ids = [0] * 40
+    eagle = {"algorithm": SpeculativeAlgorithm.EAGLE, "args": ALONE}
+    follow("extend", [one], [40], [0], **eagle)
+    follow("target_verify", [one], [40], seq_lens_cpu=None, **eagle)
+    follow("mixed", [one], [45], [44], decoding_reqs=[one], **eagle)
+    assert exact(one, 45) == 45
 
 
 def test_tokens_behind_the_end_are_no_inexact_tail(self_drafts) -> None:
