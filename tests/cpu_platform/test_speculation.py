@@ -1,7 +1,8 @@
 """What chains of drafts need on the CPU platform: slots, links and acceptance equal to SGLang's own kernels."""
 
 import importlib.util
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,22 @@ def test_a_chain_is_linked_as_sglangs_kernel_links_it(kernels: ModuleType) -> No
     kernels.sgl_build_tree_kernel_triton(parents, chosen, lengths, *expected, 1, WIDTH - 1, WIDTH, mode)
     for own, theirs in zip(found[1:], expected[1:], strict=True):
         assert own.tolist() == theirs.tolist()
+
+
+def test_numbers_are_those_of_a_chain() -> None:
+    def completed(**given: Any) -> tuple[Any, ...]:
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        args = SimpleNamespace(**{"speculative_algorithm": "EAGLE3", **dict.fromkeys(names), **given})
+        speculation.use_chains(args)
+        return tuple(getattr(args, name) for name in names)
+
+    assert completed() == completed(speculative_algorithm="standalone") == (3, 1, 4)
+    assert completed(speculative_num_steps=5, speculative_num_draft_tokens=9) == (5, 1, 6)
+    assert completed(speculative_algorithm="SPARSE_SELF") == (None, None, None)
     with pytest.raises(ValueError, match=r"--speculative-eagle-topk 2: .* allowed: 1"):
-        speculation.build_chain(parents, chosen, lengths, *found, 2, WIDTH - 1, WIDTH, 1)
+        completed(speculative_eagle_topk=2)
+    with pytest.raises(ValueError, match="NGRAM"):
+        completed(speculative_algorithm="NGRAM")
 
 
 def test_acceptance_is_that_of_sglangs_kernel(kernels: ModuleType) -> None:

@@ -142,6 +142,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = "dsa" if sparse else self.get_default_attention_backend()
         if server_args.attention_backend == "dsa":
             _use_torch_dsa(server_args, model.hf_text_config)
+        if server_args.speculative_algorithm:
+            speculation.use_chains(server_args)
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:

@@ -14,6 +14,25 @@ from typing import Any
 import torch
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
+STEPS = 3  # where the user gives no number; SGLang would choose a tree for some models
+
+
+def use_chains(server_args: Any) -> None:
+    """Complete the numbers of SGLang's own drafters to those of a chain.
+
+    Raises:
+        ValueError: they ask for a tree, or the drafter needs kernels of a GPU.
+    """
+    name = server_args.speculative_algorithm.upper()
+    if name == "NGRAM":
+        raise ValueError("--speculative-algorithm NGRAM: SGLang has its kernels for GPUs alone")
+    if name not in (*ALGORITHMS, "NEXTN"):
+        return
+    if (topk := server_args.speculative_eagle_topk) not in (None, 1):
+        raise ValueError(f"--speculative-eagle-topk {topk}: without a CUDA device drafts are chains; allowed: 1")
+    steps = server_args.speculative_num_steps or STEPS
+    server_args.speculative_num_steps, server_args.speculative_eagle_topk = steps, 1
+    server_args.speculative_num_draft_tokens = steps + 1
 
 
 def draft_slots(
@@ -65,13 +84,7 @@ def build_chain(
     width: int,
     mode: int,
 ) -> None:
-    """Fill positions and links of a chain; the mask is not read, as attention is causal.
-
-    Raises:
-        ValueError: it is a tree.
-    """
-    if topk != 1:
-        raise ValueError(f"--speculative-eagle-topk {topk}: without a CUDA device drafts are chains; allowed: 1")
+    """Fill positions and links of a chain; the mask is not read, as attention is causal."""
     steps_along = torch.arange(width)
     positions.copy_((seq_lens.to(torch.int64)[:, None] + steps_along).reshape(-1))
     index.copy_(torch.arange(index.numel()).view_as(index))
