@@ -134,6 +134,13 @@ def test_two_thousand_schedules_of_drafts(tmp_path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
+def test_a_thousand_schedules_of_drafters(tmp_path) -> None:
+    flags = ["--schedules", "1000", "--block", "50", "--vary-drafters", "--workers", str(len(os.sched_getaffinity(0)))]
+    assert_lossless(run(tmp_path / "soak.jsonl", *flags), 1000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
 def test_six_hundred_schedules_of_compaction(tmp_path) -> None:
     flags = ["--schedules", "600", "--block", "50", "--vary-compact", "--workers", str(len(os.sched_getaffinity(0)))]
     assert_compacted(run(tmp_path / "soak.jsonl", *flags), 600, 500)
