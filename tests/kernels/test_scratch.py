@@ -121,7 +121,9 @@ def test_more_rows_than_fit_take_no_more_than_the_limit() -> None:
 
 
 @pytest.mark.parametrize("usual", [None, 1, 7])
-@pytest.mark.parametrize("case", [case for case in decode_cases.CASES if not case.gpu_only], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in (*decode_cases.CASES, *decode_cases.QUERIES) if not case.gpu_only], ids=str
+)
 def test_sparse_decode(case: Any, usual: int | None, device: str, allocated: list[int]) -> None:
     if case.dtype == torch.float32 and device == "cuda":
         pytest.skip("float32 caches are for the CPU")
@@ -132,7 +134,7 @@ def test_sparse_decode(case: Any, usual: int | None, device: str, allocated: lis
     sparse_decode.sparse_decode(**arguments, out=out, usual_pages=usual)
     tokens = (usual or arguments["indices"].shape[2]) * arguments["page_size"]
     served = decode_cuda.config_of(arguments["counts"].numel(), tokens, q.device) is not None
-    served = served and decode_cuda.takes(q, arguments["k_cache"], values, out)
+    served = served and case.queries == 1 and decode_cuda.takes(q, arguments["k_cache"], values, out)
     assert sum(allocated) == (0 if served else sparse_decode.scratch_bytes(*decode_sizes(arguments, usual)))
 
 

@@ -24,18 +24,23 @@ def sparse_decode(
     out: torch.Tensor | None = None,
     usual_pages: int | None = None,
     arrivals: torch.Tensor | None = None,
+    queries: int = 1,
 ) -> torch.Tensor:
     """Exact softmax attention of every query head over the tokens of its KV head's selected pages.
 
     In the page that holds ``last_slots[b]`` only the slots up to it count. With ``page_size=1`` the indices are token
     slots. A row with a count of 0 gives zeros. What the kernels allocate is in ``scratch_bytes``.
 
+    A row's newest tokens may ask together: each attends to the row's selection up to itself, and a page's keys and
+    values are read once for all of them.
+
     Triton's kernels serve on every GPU, launched as was fastest on one H200 for the shape of the call (``plan``). FA3
     and FlashInfer, given each KV head's pages as a row of its own, were not faster there over the same pages
     (``eval.lab.bench_kernels``), so no library serves. Of few tokens there is a kernel in CUDA C++ (``cuda``).
 
     Args:
-        q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous.
+        q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous. With ``queries`` the heads are
+            ``[Hkv, queries, group]``: of each KV head its group's for one token after the other, the oldest first.
         k_cache: ``[S, Hkv, d]``, the dtype of ``q`` or float8_e4m3fn; ``d`` is contiguous.
         v_cache: ``[S, Hkv, dv]``, the dtype of ``k_cache``; ``dv`` is contiguous.
         indices: ``[B, Hkv, K]`` int32, contiguous: physical pages, of which the first ``counts`` are read.
@@ -51,12 +56,15 @@ def sparse_decode(
         arrivals: optional ``[B, Hkv]`` int32, contiguous, all 0 and left so: by it the parts of a row that run beside
             one another find the last one, which combines them where that is faster than a second launch. Calls that
             share it must follow one another.
+        queries: tokens of a row that ask; ``last_slots[b]`` is the newest one's. Above 1, ``indices`` are in ascending
+            order of position, and each list ends with the row's newest ``ceil((queries - 1) / page_size) + 1`` pages,
+            or with as many as the row has.
 
     Returns:
-        ``[B, Hq, dv]`` in the dtype of ``q``.
+        ``[B, Hq, dv]`` in the dtype of ``q``, heads in its order.
 
     Raises:
-        ValueError: a wrong dimension, dtype, device, head count or page size.
+        ValueError: a wrong dimension, dtype, device, head count, page size or number of queries.
 
     Example:
         >>> import torch
@@ -68,7 +76,9 @@ def sparse_decode(
         >>> out[0, :, 0].tolist()
         [5.0, 5.0]
     """
-    inputs = reference.Inputs(q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale)
+    inputs = reference.Inputs(
+        q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, queries
+    )
     _check_arguments(inputs, arrivals)
     out = checks.result("out", out, (*q.shape[:2], v_cache.shape[2]), q.dtype, q.device)
     if checks.use_reference(q):
@@ -76,7 +86,7 @@ def sparse_decode(
     from . import cuda, triton
 
     tokens = (usual_pages or indices.shape[2]) * page_size
-    config = cuda.config_of(counts.numel(), tokens, q.device)
+    config = cuda.config_of(counts.numel(), tokens, q.device) if queries == 1 else None
     if config is not None and cuda.takes(q, k_cache, v_cache, out):
         return cuda.sparse_decode(inputs, out, config)
     return triton.sparse_decode(inputs, out, usual_pages=usual_pages, arrivals=arrivals)
@@ -100,7 +110,7 @@ def scratch_bytes(
 
     Args:
         batch: rows, at least one.
-        num_q_heads: query heads.
+        num_q_heads: query heads, of all tokens of a row that ask.
         num_kv_heads: KV heads.
         head_dim: dimension of queries and keys.
         v_head_dim: dimension of values.
@@ -128,6 +138,8 @@ def _check_arguments(inputs: reference.Inputs, arrivals: torch.Tensor | None) ->
     batch, num_q_heads, head_dim = q.shape
     num_slots, num_kv_heads, _ = v_cache.shape
     checks.check_heads(num_q_heads, num_kv_heads)
+    if inputs.queries < 1 or num_q_heads // num_kv_heads % inputs.queries:
+        raise ValueError(f"queries must divide the {num_q_heads // num_kv_heads} of a KV head, got {inputs.queries}")
     checks.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
     checks.check_shape("indices", indices, (batch, num_kv_heads, indices.shape[2]))
     checks.check_last(q=q, k_cache=k_cache, v_cache=v_cache)

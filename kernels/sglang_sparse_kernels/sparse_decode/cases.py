@@ -12,7 +12,10 @@ FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.floa
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of ``lengths`` tokens (0 is a padded row) that attend to ``ratio`` of their pages, at least one."""
+    """Rows of ``lengths`` tokens (0 is a padded row) that attend to ``ratio`` of their pages, at least one.
+
+    With more than one of ``queries`` every KV head selects the newest pages, as many as these tokens can be in.
+    """
 
     lengths: tuple[int, ...]
     page_size: int
@@ -27,6 +30,12 @@ class Case:
     k_scale: float = 1.0
     v_scale: float = 1.0
     gpu_only: bool = False
+    queries: int = 1
+
+    @property
+    def newest(self) -> int:
+        """Pages at the end of each selection."""
+        return 1 + (self.queries + self.page_size - 2) // self.page_size
 
 
 CASES = [
@@ -49,6 +58,18 @@ CASES = [
     Case((20000, 1700), 16, 32, 1, 96, BF16, FP8, ratio=0.2, gpu_only=True),
     Case((16,) * 200, 16, 8, 4, 128, BF16, BF16, gpu_only=True),
 ]
+# Their tokens are in one page, cross its end by one and by all but one, end with it, and are the whole row.
+QUERIES = [
+    Case((150, 0, 33, 2), 16, 2, 4, 128, BF16, BF16, queries=2),
+    Case((90, 48, 49, 51), 16, 1, 1, 64, FP32, FP32, queries=4),
+    Case((64, 65, 68, 5), 16, 2, 4, 64, FP16, FP16, queries=5),
+    Case((70, 131), 4, 1, 8, 64, BF16, BF16, queries=5),
+    Case((40, 21), 2, 1, 7, 96, FP16, FP16, queries=4, v_dim=64),
+    Case((30, 9), 1, 2, 1, 64, FP16, FP16, queries=4),
+    Case((150, 33), 16, 2, 4, 128, BF16, FP8, k_scale=0.5, v_scale=2.0, queries=5),
+    Case((131072,) * 6, 16, 8, 4, 128, BF16, BF16, ratio=0.1, gpu_only=True, queries=5),
+    Case((40000, 8, 3001, 0, 9000), 64, 4, 8, 128, FP16, FP8, ratio=0.1, gpu_only=True, queries=4),
+]
 
 
 def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
@@ -60,7 +81,7 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
         shape = (batch.num_pages * case.page_size, case.heads, dim)
         caches.append(_poisoned(random_cache(shape, case.kv_dtype, device, generator), batch, case.page_size))
     indices, counts = _selection(case, batch, generator)
-    shape = (len(case.lengths), case.heads * case.group, case.dim)
+    shape = (len(case.lengths), case.heads * case.queries * case.group, case.dim)
     return {
         "q": torch.randn(shape, device=device, generator=generator).to(case.dtype),
         "k_cache": caches[0],
@@ -72,6 +93,7 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
         "sm_scale": case.dim**-0.5,
         "k_scale": case.k_scale,
         "v_scale": case.v_scale,
+        **({"queries": case.queries} if case.queries > 1 else {}),
     }
 
 
@@ -91,15 +113,17 @@ def _poisoned(cache: torch.Tensor, batch: PagedBatch, page_size: int) -> torch.T
 
 
 def _selection(case: Case, batch: PagedBatch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random pages in logical order, for every other KV head with the newest page among them."""
+    """Random pages in logical order, the newest one among them for every other KV head, or with queries for all."""
     rows, width = batch.page_table.shape
     device = batch.page_table.device
-    counts = (batch.n_pages * case.ratio).ceil().int()[:, None].expand(rows, case.heads).contiguous()
+    least = case.newest if case.queries > 1 else 0
+    wanted = (batch.n_pages * case.ratio).ceil().int().clamp(min=least).minimum(batch.n_pages)
+    counts = wanted[:, None].expand(rows, case.heads).contiguous()
     indices = torch.full((rows, case.heads, max(case.max_select, int(counts.max()))), -1, device=device).int()
     priority = torch.rand(rows, case.heads, width, device=device, generator=generator)
     for row, pages in enumerate(batch.n_pages.tolist()):
         if pages:
-            priority[row, ::2, pages - 1] = 2.0
+            priority[row, :: 1 if least else 2, max(0, pages - max(1, least)) : pages] = 2.0
             picked = priority[row, :, :pages].topk(int(counts[row, 0])).indices.sort().values
             indices[row, :, : picked.shape[1]] = batch.page_table[row][picked]
     return indices, counts

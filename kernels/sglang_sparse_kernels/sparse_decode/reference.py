@@ -19,6 +19,7 @@ class Inputs:
     sm_scale: float
     k_scale: float
     v_scale: float
+    queries: int = 1
 
 
 def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
@@ -36,12 +37,29 @@ def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     values = v_cache[slots, heads].float().masked_fill_(~valid[..., None], 0.0)
     query = q.float().view(batch, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     logits = query @ keys.transpose(-1, -2) * (inputs.sm_scale * inputs.k_scale)
-    weights = logits.masked_fill_(~valid[:, :, None], float("-inf")).softmax(dim=-1)
+    seen = _causal(inputs, valid).repeat_interleave(num_q_heads // num_kv_heads // inputs.queries, dim=2)
+    weights = logits.masked_fill_(~seen, float("-inf")).softmax(dim=-1)
     result = weights @ values * inputs.v_scale
     # The softmax over no tokens at all is NaN.
     result.masked_fill_((inputs.counts == 0)[:, :, None, None], 0.0)
     out.copy_(result.reshape(out.shape))
     return out
+
+
+def _causal(inputs: Inputs, valid: torch.Tensor) -> torch.Tensor:
+    """Which selected tokens each query token of a row sees, ``[B, Hkv, queries, K * page_size]``.
+
+    Args:
+        inputs: the call's.
+        valid: ``[B, Hkv, K * page_size]``, the tokens that are written.
+    """
+    if inputs.queries == 1:
+        return valid[:, :, None]
+    page, newest = inputs.page_size, inputs.last_slots[:, None, None] % inputs.page_size
+    # Every list ends with the newest pages, so that a token's place in it says how many are newer.
+    newer = (inputs.counts[:, :, None] - 1) * page + newest - torch.arange(valid.shape[2], device=valid.device)
+    unseen = torch.arange(inputs.queries - 1, -1, -1, device=valid.device)
+    return valid[:, :, None] & (newer[:, :, None] >= unseen[:, None])
 
 
 def token_slots(

@@ -56,6 +56,8 @@ def _attend(
     BLOCK_V_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     """Online softmax over one split's tiles: unnormalised output, row sums and row maxima (base 2).
 
@@ -69,12 +71,19 @@ def _attend(
     total = tl.full([query.shape[0]], 0.0, tl.float32)
     output = tl.full([query.shape[0], BLOCK_V_DIM], 0.0, tl.float32)
     ids = first_ids
+    # The newest position that each member sees, counted from the row's newest one.
+    horizon = tl.arange(0, query.shape[0]) // (GROUP // QUERIES) - (QUERIES - 1)
     for first in range(first_page, count, STEP_PAGES):
         slot, valid = token_slots(ids, last_slot, tokens, PAGE)
+        seen = valid[None, :]
+        if QUERIES > 1:
+            # Right in the newest pages, with which every selection ends, and lower than any horizon in all others.
+            position = tokens - last_slot % PAGE - (count - 1 - first) * PAGE
+            seen = seen & (position[None, :] <= horizon[:, None])
         ids = load_ids(indices_ptr, first + STEP_PAGES, count, tokens, PAGE)
         keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM, BLOCK_DIM)
         logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * logit_scale
-        logits = tl.where(valid[None, :], logits, float("-inf"))
+        logits = tl.where(seen, logits, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         # A tile without a valid token leaves the maximum at -inf, and -inf - -inf would be NaN.
         finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -124,14 +133,12 @@ def _split_kernel(
     FUSED: tl.constexpr,
     UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     await_inputs(DEPENDENT)
-    split = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2)
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pair = (row * HEADS + head).to(tl.int64)
-    tokens = tl.arange(0, BLOCK_TOKENS)
-    members = tl.arange(0, BLOCK_GROUP)
+    tokens, members = tl.arange(0, BLOCK_TOKENS), tl.arange(0, BLOCK_GROUP)
     dims = tl.arange(0, BLOCK_DIM)
     # Splits take tiles in turn: whatever the count on the device is, they differ by one tile at most.
     first_page = split * (BLOCK_TOKENS // PAGE)
@@ -169,6 +176,8 @@ def _split_kernel(
             BLOCK_V_DIM,
             PAGE,
             BLOCK_TOKENS,
+            GROUP,
+            QUERIES,
         )
         output *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         hand_on(
@@ -206,6 +215,8 @@ def sparse_decode(
     if batch == 0:
         return out
     group = num_q_heads // heads
+    # More than 16 of them in a warp would spill.
+    members = triton.next_power_of_2(group)
     sizes = (batch, group, heads, dim, v_dim, usual_pages or max_pages, inputs.page_size)
     config, tile_pages, splits = plan(*sizes, k_cache.dtype, q.device, config)
     partial, lse = split_tensors(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow, q.device)
@@ -221,13 +232,14 @@ def sparse_decode(
         PAGE=inputs.page_size,
         BLOCK_TOKENS=tile_pages * inputs.page_size,
         SPLITS=splits,
-        BLOCK_MEMBERS=triton.next_power_of_2(group),
+        BLOCK_MEMBERS=members,
         BLOCK_SPLITS=triton.next_power_of_2(splits),
         FUSED=fused,
         # The interpreter multiplies the bit patterns of bfloat16.
         UPCAST=knobs.runtime.interpret,
         DEPENDENT=dependent,
-        num_warps=config.num_warps,
+        QUERIES=inputs.queries,
+        num_warps=config.num_warps if inputs.queries == 1 else max(config.num_warps, members // MIN_DOT),
         num_stages=config.num_stages,
         launch_pdl=dependent,
     )
