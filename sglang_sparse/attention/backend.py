@@ -26,6 +26,7 @@ from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_paths
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner
+from sglang_sparse.config import arguments
 from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.views import BatchView
@@ -100,10 +101,13 @@ class SparseAttentionBackend(DelegatingBackend):
         attends_alone: whether all layers are sparse, so that the dense backend has no part in a sparse decode step.
         indexed: what a selection in the model keeps for the layers of a pass.
         divide: given by the scheduler, divides rows among rectifying passes; None where one pass is as good.
+        verified: tokens of a row in a verification that runs sparse, whose lengths are without them; 0: none does.
     """
 
     # Dense or sparse is decided on the host.
     needs_cpu_seq_lens: bool = True
+    verified: int = 0
+    attends_alone: bool = False
 
     def __init__(self, dense: Any, runner: ModelRunner, settings: Settings):
         super().__init__(dense)
@@ -113,6 +117,7 @@ class SparseAttentionBackend(DelegatingBackend):
         for method in self.groups.methods:
             method.adopt(runner.model_config)
         self._config = settings.config
+        self.verified = arguments.verified_tokens(arguments.of(runner.server_args))
         self.indexed: IndexerBatch | None = None
         self._pools: aux_buffers.AuxBuffers = getattr(runner.token_to_kv_pool, memory.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
@@ -168,7 +173,11 @@ class SparseAttentionBackend(DelegatingBackend):
 
         A batch that SGLang makes up for itself, to warm up, has no requests and is decided here.
         """
-        return self._planned or plan_decode(self.groups, seq_lens)
+        return self._planned or plan_decode(self.groups, seq_lens + self.verified)
+
+    def decodes(self, mode: ForwardMode) -> bool:
+        """Whether a pass is one that may run sparse: a decode step, or a verification where that takes its place."""
+        return mode.is_target_verify() if self.verified else mode.is_decode()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
@@ -229,7 +238,8 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def _allocate(self, rows: int) -> Views:
         stats = self.counters.select_stats
-        return allocate_views(self.groups.methods, rows, self._kv_heads, self._tokens, stats, self._buffers)
+        queries = self.verified or 1
+        return allocate_views(self.groups.methods, rows, self._kv_heads, self._tokens, stats, self._buffers, queries)
 
     def _begin_capture(self, rows: int) -> None:
         """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""
@@ -244,7 +254,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._last_slots = None
         # Of a long prefill it is large.
         self.indexed = None
-        if not forward_batch.forward_mode.is_decode():
+        if not self.decodes(forward_batch.forward_mode):
             return
         rows = forward_batch.batch_size
         real = rows - getattr(forward_batch, "num_padding", 0)
@@ -291,7 +301,7 @@ class SparseAttentionBackend(DelegatingBackend):
         prefills = mode.is_extend_without_speculative()
         if prefill and prefills and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
-        elif decodes_sparse and mode.is_decode() and self._views is not None:
+        elif decodes_sparse and self._views is not None and self.decodes(mode):
             output = self._decoding.attend(
                 q, k, v, layer, forward_batch.out_cache_loc, self._views, save_kv_cache, kwargs
             )

@@ -100,6 +100,7 @@ def allocate_views(
     tokens: int,
     stats: torch.Tensor,
     buffers: Mapping[int, Collection[ViewBuffer]] | None = None,
+    queries: int = 1,
 ) -> Views:
     """Allocate a view for each method, on the device of ``stats``, as empty batches.
 
@@ -113,6 +114,7 @@ def allocate_views(
         tokens: of the longest row.
         stats: see ``BatchView.stats``, of all methods one behind the other.
         buffers: see ``view_buffers``; all if not given.
+        queries: see ``BatchView.queries``.
     """
     owners: dict[int, BatchView] = {}
     views = []
@@ -125,9 +127,22 @@ def allocate_views(
             views.append(replace(first, **small, usual_select=usual, stats=own))
         else:
             used = VIEW_BUFFERS if buffers is None else buffers[block]
-            owners[block] = allocate_view(rows, kv_heads, width, usual, block, own, used)
+            owners[block] = replace(allocate_view(rows, kv_heads, width, usual, block, own, used), queries=queries)
             views.append(owners[block])
     return tuple(views)
+
+
+def regrouped_bytes(model: ModelShape, rows: int, queries: int, dtype: torch.dtype) -> int:
+    """Return the bytes of queries and output by KV head and of the mean query, where tokens share a selection.
+
+    Args:
+        model: the model; values have at most its ``head_dim``.
+        rows: of the batch.
+        queries: see ``BatchView.queries``.
+        dtype: of the query.
+    """
+    copies = 2 * queries + 1 if queries > 1 else 0
+    return copies * rows * model.num_q_heads * model.head_dim * dtype.itemsize
 
 
 def views_nbytes(views: Views) -> int:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse.attention.protocols import KVPool, RadixAttention
+from sglang_sparse.methods.aux_buffers import page_ends
 from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
@@ -50,6 +51,7 @@ class DecodePath:
         self._kv_pool = kv_pool
         self._rope_dim = model.rope_dim
         self._k_caches = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
+        self._refreshes_first = any(spec.before_select for spec in aux.specs)
         self.last_layer = max(aux.layers, default=-1) if aux.specs else -1
 
     def refresh(self, last_slots: Mapping[int, torch.Tensor]) -> None:
@@ -74,21 +76,27 @@ class DecodePath:
     ) -> torch.Tensor:
         """Attend sparsely in one layer.
 
+        In a verification a row has several tokens, which stand behind one another. They share one selection.
+
         Args:
-            q: ``[rows, q_heads * head_dim]``; of MLA without its rotary part if that is in ``rotated``.
-            k: ``[rows, kv_heads, head_dim]``, likewise.
-            v: ``[rows, kv_heads, v_head_dim]``.
-            slots: ``[rows]`` int64, where k and v belong.
+            q: ``[tokens, q_heads * head_dim]``; of MLA without its rotary part if that is in ``rotated``.
+            k: ``[tokens, kv_heads, head_dim]``, likewise.
+            v: ``[tokens, kv_heads, v_head_dim]``.
+            slots: ``[tokens]`` int64, where k and v belong.
             views: the batch, for each method.
             save_kv_cache: whether they still have to be written there.
-            rotated: ``q_rope`` ``[rows, q_heads, rope_dim]`` and ``k_rope`` ``[rows, 1, rope_dim]``, or nothing.
+            rotated: ``q_rope`` ``[tokens, q_heads, rope_dim]`` and ``k_rope`` ``[tokens, 1, rope_dim]``, or nothing.
 
         Returns:
-            ``[rows, q_heads * v_head_dim]``, of MLA in the latent space.
+            ``[tokens, q_heads * v_head_dim]``, of MLA in the latent space.
         """
         if save_kv_cache:
             self._write(k, v, layer, slots, rotated.get("k_rope"))
-        self._aux.refresh({layer.layer_id: self._k_caches[layer.layer_id]}, slots, before_select=True)
+        if self._refreshes_first:
+            cache = {layer.layer_id: self._k_caches[layer.layer_id]}
+            for size in (None,) if views[0].queries == 1 else self._aux.entry_sizes:
+                ends = slots if size is None else page_ends(slots, size)
+                self._aux.refresh(cache, ends, before_select=True, entry_tokens=size)
         place, method = self._by_layer[layer.layer_id]
         if self._rope_dim:
             output = self._attend_latent(method, q, rotated.get("q_rope"), layer, slots, views[place])
@@ -114,23 +122,30 @@ class DecodePath:
         k_scale, v_scale = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
         if isinstance(method, AttendsItself):
             return method.attend(view, layer.layer_id, query, keys, values, slots, layer.scaling, k_scale, v_scale)
-        asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=slots)
-        selected = method.select(asked, layer.layer_id, query, self._aux)
+        queries, asking, newest = view.queries, query, slots
+        if queries > 1:
+            # One selection for all, by the mean of each head's queries.
+            asking, newest = query.unflatten(0, (-1, queries)).mean(1), slots.view(-1, queries)[:, -1].contiguous()
+            query = _by_kv_head(query, queries, keys.shape[1])
+        asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=newest)
+        selected = method.select(asked, layer.layer_id, asking, self._aux)
         size, usual = _unit(selected, view)
-        return sparse_decode(
+        output = sparse_decode(
             query,
             keys,
             values,
             selected.indices,
             selected.counts,
-            slots,
+            newest,
             page_size=size,
             sm_scale=layer.scaling,
             k_scale=k_scale,
             v_scale=v_scale,
             usual_pages=usual,
             arrivals=view.arrivals,
+            queries=queries,
         )
+        return output if queries == 1 else _by_token(output, queries, keys.shape[1])
 
     def _attend_latent(
         self,
@@ -165,6 +180,19 @@ class DecodePath:
             # Selections are in ascending order of position.
             newest_last=True,
         )
+
+
+def _by_kv_head(query: torch.Tensor, queries: int, heads: int) -> torch.Tensor:
+    """Bring ``[rows * queries, q_heads, dim]`` into the order of ``sparse_decode``: ``[rows, queries * q_heads, dim]``.
+
+    There each KV head has the query heads of its group for one token after the other.
+    """
+    return query.view(-1, queries, heads, query.shape[1] // heads, query.shape[2]).transpose(1, 2).flatten(1, 3)
+
+
+def _by_token(output: torch.Tensor, queries: int, heads: int) -> torch.Tensor:
+    """Undo `_by_kv_head`: return ``[rows * queries, q_heads, dim]``."""
+    return output.unflatten(1, (heads, queries, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _unit(selected: SparseIndices, view: BatchView) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.batch import allocate_views, count_sizes, view_buffers, views_nbytes
+from sglang_sparse.attention.batch import allocate_views, count_sizes, regrouped_bytes, view_buffers, views_nbytes
 from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.attention.prompt_selection import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
 from sglang_sparse.attention.protocols import KVPool
@@ -110,11 +110,13 @@ def of_decode(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, t
     counters = torch.zeros(sum(count_sizes(methods)), dtype=torch.int64, device="meta")
     buffers = view_buffers(methods, model, table_width, dtype, device)
     most, limits = max(captured, default=0), (model.num_kv_heads, table_width, counters)
+    queries = arguments.verified_tokens(arguments.of(kvc.server_args)) or 1
     nbytes = views_nbytes(allocate_views(methods, most, *limits, buffers))
     for batches in (captured, eager):
-        views = allocate_views(methods, max(batches, default=0), *limits)
+        views = allocate_views(methods, max(batches, default=0), *limits, queries=queries)
         each = [(method, view, rows) for method, view in zip(methods, views, strict=True) for rows in batches]
         nbytes += max((one.scratch_bytes(model, view.rows(rows), dtype, device) for one, view, rows in each), default=0)
+        nbytes += regrouped_bytes(model, max(batches, default=0), queries, dtype)
     graphs = f"CUDA graphs of up to {captured[-1]} rows" if captured else ""
     others = f"{'other ' if graphs else ''}batches of up to {eager[-1]} rows" if eager else ""
     return Need(

@@ -17,6 +17,9 @@ SPARSE_SELF = "SPARSE_SELF"
 DRAFT_TOKENS, MOST_DRAFT_TOKENS = 6, 16
 # SGLang's speculative algorithms that may run where prompts alone are sparse.
 DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+# Those whose drafts can be chains, which a decode method may verify sparse; and a chain as SGLang would choose it.
+CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+CHAIN = 3, 1, 4
 
 
 class Arguments:
@@ -107,3 +110,13 @@ def of(server_args: object) -> Arguments:
 def drafts_itself(args: Arguments) -> bool:
     """Whether the sparse method drafts and dense passes verify: ``--speculative-algorithm SPARSE_SELF``."""
     return (args.speculative_algorithm or "").upper() == SPARSE_SELF
+
+
+def verified_tokens(args: Arguments) -> int:
+    """Tokens of a row in a verification that runs sparse: of SGLang's own drafts, on a server with a decode method.
+
+    0 where nothing is verified, or what is verified is dense.
+    """
+    if not args.speculative_algorithm or drafts_itself(args) or not args.sparse_method:
+        return 0
+    return args.speculative_num_draft_tokens or 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_sparse.config.arguments import DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF, drafts_itself
+from sglang_sparse.config.arguments import CHAINS, DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF, drafts_itself
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ def _drafter(args: Arguments, served: bool) -> str | None:
     return name if name and not drafts_itself(args) and (name.upper() in DRAFTERS) is served else None
 
 
+def _drafting(args: Arguments) -> str | None:
+    return _drafter(args, served=True)
+
+
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
@@ -98,7 +102,8 @@ FLAG_LIMITS = (
     FlagLimit(
         "other speculative algorithms",
         lambda args: _drafter(args, served=False) or _other_than("decoupled_spec_role", "null")(args),
-        f"their passes are not followed; allowed: {SPARSE_SELF}, or {', '.join(DRAFTERS)} with a prefill method alone",
+        f"their passes are not followed; allowed: {SPARSE_SELF}, {', '.join(DRAFTERS)} with a prefill method alone, or "
+        f"{', '.join(CHAINS)} with --sparse-method resa",
     ),
     FlagLimit(
         "prefill-decode disaggregation",
@@ -175,13 +180,33 @@ FLAG_LIMITS = (
     ),
 )
 
-# Of servers with a decode method.
+# Of servers with a decode method that does not verify drafts.
 DECODE_LIMITS = (
     FlagLimit(
         "speculative decoding",
         lambda args: _drafter(args, served=True),
-        "draft tokens are verified by passes in which no decode method runs; "
-        f"allowed: {SPARSE_SELF}, or --sparse-prefill-method without --sparse-method",
+        "it selects for one token of a row at a time, and a verification has several; "
+        f"allowed: {SPARSE_SELF}, --sparse-method resa, or --sparse-prefill-method without --sparse-method",
+    ),
+)
+
+# Of servers with a decode method that does.
+VERIFY_LIMITS = (
+    FlagLimit(
+        "NGRAM",
+        lambda args: args.speculative_algorithm if (_drafting(args) or CHAINS[0]).upper() not in CHAINS else None,
+        "its drafts are a tree, even with --speculative-ngram-max-bfs-breadth 1, and a sparse verification takes a "
+        f"chain; allowed: {SPARSE_SELF}, {', '.join(CHAINS)}",
+    ),
+    FlagLimit(
+        "--speculative-eagle-topk",
+        lambda args: _drafting(args) and _above_one("speculative_eagle_topk")(args),
+        "a sparse verification takes a chain of drafts; allowed: 1",
+    ),
+    FlagLimit(
+        "adaptive or multi-layer drafts",
+        lambda args: _drafting(args) and _set("speculative_adaptive", "enable_multi_layer_eagle")(args),
+        "a sparse verification has one number of tokens and follows one worker",
     ),
 )
 
@@ -207,7 +232,7 @@ def _other_drafting(args: Arguments) -> object | None:
     """A setting of another speculative algorithm that is not SGLang's default."""
     from sglang.srt.server_args import ServerArgs
 
-    defaults = ServerArgs(model_path="none")
+    defaults = ServerArgs(model_path="none")  # type: ignore[call-arg]
     names = {name for name in dir(defaults) if name.startswith("speculative_")} | {"enable_multi_layer_eagle"}
     found = ((name, getattr(args, name)) for name in sorted(names - _OWN_DRAFTING))
     return next((f"--{name.replace('_', '-')} {got}" for name, got in found if got != getattr(defaults, name)), None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_sparse.config.arguments import SPARSE_SELF, drafts_itself
+from sglang_sparse.config.arguments import SPARSE_SELF, drafts_itself, verified_tokens
 from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
@@ -22,6 +22,7 @@ from sglang_sparse.hooks.limits import (
     MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
+    VERIFY_LIMITS,
     ModelLimit,
     dense_backends,
 )
@@ -69,9 +70,10 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     has_gpu = on_gpu(gpu)
     methods = settings.decode.methods
     limits = dict.fromkeys((*FLAG_LIMITS, *(limit for one in methods for limit in one.flag_limits)))
-    if settings.name:
+    if settings.name and not all(method.verifies for method in methods):
         limits |= dict.fromkeys(DECODE_LIMITS)
     _require_none(args, limits, f"{settings.flag} cannot run with")
+    _require_verified(args, settings)
     for method in methods:
         if settings.config.page_size % method.block_size:
             raise SparseArgumentError(
@@ -129,6 +131,23 @@ def _require_drafts(args: Arguments, settings: Settings) -> None:
         message = f"{origin} cannot run with {settings.flag}: {reason}"
         raise SparseArgumentError(message, field="--speculative-algorithm", got=args.speculative_algorithm)
     _require_none(args, DRAFT_LIMITS, f"{origin} cannot run with")
+
+
+def _require_verified(args: Arguments, settings: Settings) -> None:
+    """Refuse drafts that the decode method cannot verify; asked again once SGLang has chosen their number.
+
+    The newest page may hold no token of the row but drafts, and the one before it the first of them.
+    """
+    if not settings.name:
+        return
+    _require_none(args, VERIFY_LIMITS, f"{settings.flag} cannot run with")
+    tokens, page = verified_tokens(args), settings.config.page_size
+    where = f"with --speculative-algorithm {args.speculative_algorithm}"
+    if tokens > page:
+        allowed = f"up to the page size of {page}"
+        raise SparseArgumentError(field="--speculative-num-draft-tokens", got=tokens, allowed=allowed, where=where)
+    if tokens > 1 and (local := min(method.local_blocks for method in settings.decode.methods)) < 2:
+        raise SparseArgumentError(field="local_pages", got=local, allowed="at least 2", where=where)
 
 
 def _require_unpenalised(args: Arguments) -> None:
@@ -217,6 +236,7 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     """
     _require_unpenalised(args)
     _require_verifier(args, gpu)
+    _require_verified(args, settings)
     _require_prefill(args, settings)
     _require_window(args, settings)
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))

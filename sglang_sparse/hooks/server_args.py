@@ -12,7 +12,7 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse.config import arguments
-from sglang_sparse.config.arguments import Arguments, drafts_itself
+from sglang_sparse.config.arguments import CHAIN, CHAINS, Arguments, drafts_itself
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, build, page_size_fields, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
@@ -60,6 +60,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         if args.page_size is None:
             args.page_size = settings.config.page_size
         refusals.require_before(args, settings)
+        _choose_chain(args)
         super().resolve_once()
         if args.model_path.lower() not in ("none", "dummy"):
             # Now includes settings that depend on the model.
@@ -134,6 +135,13 @@ def _unrectified(method: str, fields: dict[str, object]) -> dict[str, object]:
     """Rectify nothing by default where a dense pass verifies all tokens; what the user asks for is refused later."""
     rectifies = "rectify_interval" in registry.load_decode_method(method).config_class.model_fields
     return {"rectify_interval": 0, **fields} if rectifies else fields
+
+
+def _choose_chain(args: Arguments) -> None:
+    """Draft chains where the user leaves all numbers to SGLang, which would draft trees for some models."""
+    given = args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens
+    if args.sparse_method and (args.speculative_algorithm or "").upper() in CHAINS and given == (None, None, None):
+        args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = CHAIN
 
 
 def _config_json(server_args: Arguments) -> dict[str, object]:

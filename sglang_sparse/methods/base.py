@@ -105,6 +105,7 @@ class DecodeMethod:
         flag_limits: server flags that it refuses in addition to those that no method serves.
         combines: its layers may be combined with those of another method for this kind of attention, or config.
             It is told all it needs by each call, and its config is a ``RectifyConfig``. See `alone`, too.
+        verifies: several tokens of a row may share its selection, see ``BatchView.queries``: it verifies drafts.
         more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
         config: the configuration.
     """
@@ -120,6 +121,7 @@ class DecodeMethod:
     needs_float8: bool = True
     flag_limits: tuple[FlagLimit, ...] = ()
     combines: ClassVar[bool] = False
+    verifies: ClassVar[bool] = False
     more_counts: tuple[str, ...] = ()
 
     def __init__(self, config: MethodConfig):
@@ -133,6 +135,11 @@ class DecodeMethod:
     def block_size(self) -> int:
         """Tokens of a block, the unit of the selection; a power of two, at most a KV page."""
         return self.config.page_size
+
+    @property
+    def local_blocks(self) -> int:
+        """The newest blocks of a row that are always selected, as `verifies` needs them."""
+        return 0
 
     @property
     def row_threshold(self) -> float:

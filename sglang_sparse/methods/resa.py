@@ -105,7 +105,12 @@ class Resa(DecodeMethod):
 
     config_class = ResaConfig
     config: ResaConfig
-    combines = True
+    combines = verifies = True
+
+    @property
+    def local_blocks(self) -> int:
+        """Pages."""
+        return self.config.local_pages
 
     def refuse(self, model_config: Architecture) -> str | None:
         """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and heads too small for records."""

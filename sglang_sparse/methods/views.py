@@ -70,6 +70,7 @@ class BatchView:
         logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
         last_slots: ``[rows]`` int64 while a layer selects, the slot of each row's newest token. What lies behind it in
             its page is not the row's, which a method whose unit is the token has to leave out.
+        queries: tokens of a row that share its selection: one in a decode step, the drafts in a verification.
     """
 
     page_table: torch.Tensor
@@ -86,6 +87,7 @@ class BatchView:
     page_size: int
     logit_scale: float = 1.0
     last_slots: torch.Tensor | None = None
+    queries: int = 1
 
     def rows(self, count: int) -> BatchView:
         """Return the view of the first ``count`` rows; the memory is the same."""
@@ -126,7 +128,7 @@ def attention_bytes(model: ModelShape, view: BatchView, dtype: torch.dtype, devi
     """
     return scratch_bytes(
         len(view.n_pages),
-        num_q_heads=model.num_q_heads,
+        num_q_heads=model.num_q_heads * view.queries,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         v_head_dim=model.head_dim,

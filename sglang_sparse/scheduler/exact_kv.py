@@ -8,7 +8,8 @@ exact, see ``scheduler/prefill_chunks.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
@@ -17,7 +18,11 @@ from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_window
 from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS
 from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
-from sglang_sparse.scheduler.request_state import ensure_state, state_of
+from sglang_sparse.scheduler.request_state import RequestState, ensure_state, state_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.attention.backend import SparseAttentionBackend
+    from sglang_sparse.attention.plan import DecodePlan
 
 
 def begin_pass(
@@ -40,21 +45,21 @@ def begin_pass(
     if isinstance(step, Rectification) and step.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.
         return
-    if batch.spec_algorithm.is_some() and not mode.is_extend_without_speculative():
+    if batch.spec_algorithm.is_some() and not mode.is_extend_without_speculative() and not backend.verified:
         # What stays of a round was written by its dense pass, and is exact as far as it is committed. Without a decode
         # method no other pass follows the prompt, and the device alone may know the lengths.
         lengths = batch.seq_lens_cpu.tolist() if settings.name else [None] * len(states)
         for state, length in zip(states, lengths, strict=True):
             state.shareable_len = length
-    if mode.is_decode():
-        compacted = any(state.compacted for state in states)
-        plan = plan_decode(backend.groups, batch.seq_lens_cpu, [state.options for state in states], compacted)
-        if getattr(batch, DENSE_PASS, False):
-            plan = dense_plan(len(states))
-        elif getattr(batch, BOUNDED, False):
-            plan = plan._replace(bounded=True)
+    if backend.decodes(mode):
+        plan = _plan(backend, batch, states)
         setattr(forward_batch, PLAN, plan)
         covered = plan.covered.tolist()
+        if backend.verified:
+            # SGLang may prepare the graph before the pass begins.
+            backend.begin(forward_batch)
+            _move_verified(states, batch.seq_lens_cpu.tolist(), covered)
+            return
         exact = all(method.exact for method in settings.decode.methods)
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
             if (dense or exact) and state.shareable_len == length - 1:
@@ -67,6 +72,27 @@ def begin_pass(
                 state.shareable_len = prefix + extended
 
 
+def _plan(backend: SparseAttentionBackend, batch: ScheduleBatch, states: Sequence[RequestState]) -> DecodePlan:
+    if getattr(batch, DENSE_PASS, False):
+        return dense_plan(len(states))
+    compacted = any(state.compacted for state in states)
+    held = batch.seq_lens_cpu + backend.verified
+    plan = plan_decode(backend.groups, held, [state.options for state in states], compacted)
+    return plan._replace(bounded=True) if getattr(batch, BOUNDED, False) else plan
+
+
+def _move_verified(states: Sequence[RequestState], lengths: Sequence[int], covered: Sequence[bool]) -> None:
+    """Move the exact lengths by what the last verification has committed, where it ran dense.
+
+    How much that is, is known when the next one begins, so that what the last one of a request commits is not shared.
+    A sparse verification writes approximate KV: behind the first one of a request nothing is exact.
+    """
+    for state, length, dense in zip(states, lengths, covered, strict=True):
+        if state.verified_from is not None and state.shareable_len == state.verified_from:
+            state.shareable_len = length
+        state.verified_from = length if dense else None
+
+
 def shareable_len(request: Req) -> int | None:
     """Return how many tokens of SGLang's ``Req`` have exact KV, or None: all whose KV is committed."""
     state = state_of(request)
@@ -77,7 +103,7 @@ def forget_exact_length(_: None, request: Req) -> None:
     """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a prefill."""
     state = state_of(request)
     if state is not None:
-        state.shareable_len = None
+        state.shareable_len = state.verified_from = None
         state.split_group = state.cut = None
         state.kept, state.compacted = (0, 0), False
 

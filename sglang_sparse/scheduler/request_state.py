@@ -32,6 +32,7 @@ class RequestState:
         cut: what its last pass of prefill has left for the next, if the prompt goes on and may cut a group there.
         kept: what it will hold of its prompt where it lets go of the rest, see ``PromptSelector.kept``; (0, 0) also
             while that is not decided.
+        verified_from: where its last verification began, if that was one which may run sparse and ran dense for it.
         compacted: it holds this alone, and no longer its prompt, see ``scheduler/compaction.py``.
     """
 
@@ -42,6 +43,7 @@ class RequestState:
     cut: CutPrompt | None = None
     kept: tuple[int, int] = (0, 0)
     compacted: bool = False
+    verified_from: int | None = None
 
 
 def state_of(request: Req) -> RequestState | None:

@@ -197,7 +197,11 @@ def _of_tables() -> Iterator[Refused]:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason
     for limit in limits.DECODE_LIMITS:
-        yield limit.name, [method for method in asked if not method.prefill], limit.reason
+        one_by_one = [method for method in asked if not (method.prefill or _decode_class(method).verifies)]
+        yield limit.name, one_by_one, limit.reason
+    for limit in limits.VERIFY_LIMITS:
+        verifying = [method for method in asked if not method.prefill and _decode_class(method).verifies]
+        yield limit.name, verifying, limit.reason
     for limit in limits.PREFILL_LIMITS:
         # Some prefill methods come with the decode method of the same name.
         refusing = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]

@@ -19,6 +19,7 @@ from sglang_sparse.hooks.limits import (
     FLAG_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
+    VERIFY_LIMITS,
 )
 from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
@@ -114,7 +115,15 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     from sglang.srt.server_args import ServerArgs
 
     record: Any = ServerArgs
-    own = (*DECODE_LIMITS, *RECTIFY_LIMITS, *DRAFT_LIMITS, *COMPACT_LIMITS, *INDEXER_LIMITS, *PREFILL_LIMITS)
+    own = (
+        *DECODE_LIMITS,
+        *VERIFY_LIMITS,
+        *RECTIFY_LIMITS,
+        *DRAFT_LIMITS,
+        *COMPACT_LIMITS,
+        *INDEXER_LIMITS,
+        *PREFILL_LIMITS,
+    )
     for limit in (*FLAG_LIMITS, *own):
         try:
             limit.got(record(model_path="none"))

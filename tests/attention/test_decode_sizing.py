@@ -64,6 +64,8 @@ def configurator(
         disable_cuda_graph_padding=kwargs.pop("unpadded", False),
         chunked_prefill_size=8192,
         enable_mixed_chunk=False,
+        speculative_algorithm="STANDALONE" if (drafts := kwargs.pop("draft_tokens", None)) else None,
+        speculative_num_draft_tokens=drafts,
     )
     text = SimpleNamespace(index_topk=2048)
     model = SimpleNamespace(context_len=CONTEXT, v_head_dim=128, hf_text_config=text)
@@ -152,6 +154,20 @@ def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert charge(method="resa", config=paper) == expected > 0
     # Votes leave a logit of every head and page.
     assert charge(method="resa") > max(expected, 24 * 4 * 4 * (CONTEXT + EXTRA) // 16)
+
+
+def test_tokens_that_a_verification_asks_for_together_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What splits hand on for each, queries and outputs by KV head, and the mean query; for graphs and beside them."""
+    shape = ModelShape(36, 4, 1, 128, torch.bfloat16)
+    monkeypatch.setattr(memory, "model_shape", lambda *_: shape)
+    sizes = (20, 1, 128, 128, -(-(CONTEXT + EXTRA) // 160), 16, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    kernels = max(sparse_decode.scratch_bytes(rows, *sizes) for rows in range(1, 25))
+    one_each = charge(method="resa", config={"summary": "minmax", "group": "mean_query"})
+    given = {"method": "resa", "config": {"summary": "minmax", "group": "mean_query", "rectify_interval": 0}}
+    regrouped = 24 * (2 * 5 + 1) * 4 * 128 * 2
+    assert charge(**given, draft_tokens=5) == kernels + regrouped > one_each
+    graphs = charge(**given, captured=SIZES, draft_tokens=5) - charge(**given, captured=SIZES)
+    assert graphs == kernels + regrouped - one_each
 
 
 def test_a_full_score_and_a_copy_of_the_keys_are_counted() -> None:

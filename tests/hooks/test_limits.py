@@ -17,7 +17,7 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse.config.arguments import DRAFTERS
+from sglang_sparse.config.arguments import CHAINS, DRAFTERS
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import limits
 from sglang_sparse.methods import registry, support
@@ -120,9 +120,21 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         ),
     ),
     "DECODE_LIMITS": (
+        {"sparse_method": "rocketkv"},
+        "--sparse-method rocketkv cannot run with ",
+        tuple(on("speculative decoding", "speculative_algorithm", name) for name in DRAFTERS),
+    ),
+    "VERIFY_LIMITS": (
         {"sparse_method": "resa"},
         "--sparse-method resa cannot run with ",
-        tuple(on("speculative decoding", "speculative_algorithm", name) for name in DRAFTERS),
+        (
+            on("NGRAM", "speculative_algorithm", "NGRAM"),
+            Trigger("--speculative-eagle-topk", {"speculative_eagle_topk": 4, "speculative_algorithm": "EAGLE"}),
+            Trigger("adaptive or multi-layer drafts", {"speculative_adaptive": True, "speculative_algorithm": "EAGLE"}),
+            Trigger(
+                "adaptive or multi-layer drafts", {"enable_multi_layer_eagle": True, "speculative_algorithm": "EAGLE"}
+            ),
+        ),
     ),
     "RECTIFY_LIMITS": (
         {"sparse_method": "resa"},
@@ -285,6 +297,25 @@ def test_backends_that_would_not_verify_are_refused(flags: list[str], reason: st
     assert said is None if reason is None else said is not None and reason in said
 
 
+@pytest.mark.parametrize("algorithm", CHAINS)
+def test_chains_of_sglangs_drafts_run_beside_resa(algorithm: str) -> None:
+    """Other methods name those that verify."""
+    asked = ["--model-path", "MODEL", "--speculative-algorithm", algorithm, "--attention-backend", "fa3"]
+    resa = [*asked, "--sparse-method", "resa"]
+    assert dry_run.refusal(resa, "MHA/GQA", (9, 0)) is None
+    said = dry_run.refusal([*resa, "--speculative-num-draft-tokens", "17"], "MHA/GQA", (9, 0))
+    assert said is not None and "--speculative-num-draft-tokens: got 17" in said and "page size of 16" in said
+    one_page = '{"local_pages": 1, "min_pages": 4}'
+    said = dry_run.refusal(
+        [*resa, "--speculative-num-draft-tokens", "4", "--sparse-config", one_page], "MHA/GQA", (9, 0)
+    )
+    assert (
+        said is not None and f"local_pages: got 1, allowed with --speculative-algorithm {algorithm}: at least 2" in said
+    )
+    said = dry_run.refusal([*asked, "--sparse-method", "rocketkv"], "MHA/GQA", (9, 0))
+    assert said is not None and "one token of a row at a time" in said and "--sparse-method resa" in said
+
+
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP"])
 @pytest.mark.parametrize("method", [{"sparse_method": "resa"}, {"sparse_prefill_method": "anchor"}])
 def test_algorithms_that_no_method_serves_are_refused_by_name(
@@ -302,7 +333,7 @@ def test_algorithms_of_sglang_run_beside_a_prefill_method_alone(algorithm: str, 
     assert dry_run.refusal([*asked, "--attention-backend", "fa3"], "MHA/GQA", (9, 0)) is None
     said = dry_run.refusal([*asked, "--attention-backend", "torch_native"], "MHA/GQA", (9, 0))
     assert said is not None and f"{algorithm} cannot verify with torch_native" in said
-    said = dry_run.refusal([*asked, "--sparse-method", "resa"], "MHA/GQA", (9, 0))
+    said = dry_run.refusal([*asked, "--sparse-method", "rocketkv"], "MHA/GQA", (9, 0))
     assert said is not None and "--sparse-prefill-method without --sparse-method" in said
 
 

@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
+from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.attention.plan import PLAN
 from sglang_sparse.config import settings as config
@@ -34,11 +35,12 @@ def follow(
     prefixes: list[int] | None = None,
     fields: dict[str, object] = SPARSE,
     algorithm: object = SpeculativeAlgorithm.NONE,
+    verified: int = 0,
     args: SimpleNamespace | None = None,
     draft: bool = False,
     **more: object,
 ) -> SimpleNamespace:
-    """A pass, begun, of the model or of a drafter; ``more`` of its batch."""
+    """A pass, begun, of the model or a drafter; ``more`` of its batch. Verifications of so many tokens run sparse."""
     args = args or SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
     backend = SimpleNamespace(
@@ -47,7 +49,10 @@ def follow(
         rectifying=None,
         prefill=None,
         keeps=(),
+        verified=verified,
     )
+    backend.decodes = MethodType(SparseAttentionBackend.decodes, backend)
+    backend.begin = lambda batch: setattr(batch, "begun", getattr(batch, PLAN))
     runner = SimpleNamespace(server_args=args, is_draft_worker=draft, attn_backend=backend)
     batch = SimpleNamespace(
         forward_mode=ForwardMode[mode.upper()],
@@ -215,6 +220,41 @@ def test_a_verification_of_others_moves_nothing_that_a_prefix_says() -> None:
     follow("decode", [one], [701])
     follow("target_verify", [one], [701], prefix_lens=[650], extend_lens=[64])
     assert exact(one, 800) == 700
+
+
+def test_sparse_verifications_leave_the_exact_length_at_the_prompts_end() -> None:
+    """Their lengths are without the drafts, and those that a prefill has left on the batch are stale."""
+    drafts = {"algorithm": SpeculativeAlgorithm.STANDALONE, "verified": 4}
+    follow("extend", [one := request()], [700], [0], **drafts)
+    for length in (700, 703, 704):
+        found = follow("target_verify", [one], [length], **drafts, prefix_lens=[0], extend_lens=[700])
+        plan = getattr(found, PLAN)
+        assert plan.sparse and plan is found.begun and int(plan.groups[0].n_pages) == -(-(length + 4) // 16)
+        assert exact(one, length) == 700
+
+
+def test_dense_verifications_move_it_once_it_is_known_what_they_committed() -> None:
+    short, long = request(), request()
+    drafts = {"algorithm": SpeculativeAlgorithm.STANDALONE, "verified": 4}
+    follow("extend", [short, long], [20, 500], [0, 0], **drafts)
+    for lengths, moved in (((20, 500), 20), ((23, 501), 23), ((24, 505), 24)):
+        follow("target_verify", [short, long], [*lengths], **drafts)
+        assert (exact(short, 999), exact(long, 999)) == (moved, 500)
+    # Five pages are more than are always attended to: what this one writes is approximate for good.
+    follow("target_verify", [short], [61], **drafts)
+    follow("target_verify", [short], [64], **drafts)
+    follow("target_verify", [short], [66], **drafts)
+    assert exact(short, 999) == 61
+
+
+def test_a_retracted_request_forgets_what_was_verified() -> None:
+    drafts = {"algorithm": SpeculativeAlgorithm.STANDALONE, "verified": 4}
+    follow("extend", [one := request()], [20], [0], **drafts)
+    follow("target_verify", [one], [20], **drafts)
+    exact_kv.forget_exact_length(None, one)
+    follow("extend", [one], [20], [0], **drafts)
+    follow("target_verify", [one], [500], **drafts)
+    assert exact(one, 999) == 20
 
 
 PREFILL = {"block_size": 16, "step": 2, "crossover_tokens": 64, "dense_tail": 0}

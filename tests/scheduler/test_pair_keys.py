@@ -1,6 +1,7 @@
 """Groups in a tree of EAGLE's, whose keys are pairs of tokens: shared as wholes, and no slot lost or held twice."""
 
 from array import array
+from inspect import unwrap
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -40,17 +41,17 @@ def tree(request, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def insert(tree: Any, tokens: array, positions: int) -> None:
-    """What a request checkpoints of these positions: pairs, in pages of its own."""
+    """What a request checkpoints of these positions: pairs, in pages of its own. Other tests may have set our hooks."""
     slots = tree.token_to_kv_pool_allocator.alloc(positions)
     key = RadixKey(tokens[: positions + 1], is_bigram=True)
     assert len(key) == positions
-    mark_insert(UnifiedRadixCache.insert, tree, InsertParams(key=key, value=slots))
+    mark_insert(unwrap(UnifiedRadixCache.insert), tree, InsertParams(key=key, value=slots))
 
 
 def cached(tree: Any, tokens: array, limit: int | None = None) -> int:
     key = RadixKey(tokens, limit=len(tokens) - 1 if limit is None else limit)
     asking: Any = SimpleNamespace(session=None)
-    found: Any = mark_lookup(UnifiedRadixCache.match_prefix, tree, MatchPrefixParams(key=key, req=asking))
+    found: Any = mark_lookup(unwrap(UnifiedRadixCache.match_prefix), tree, MatchPrefixParams(key=key, req=asking))
     return found.device_prefix_len
 
 

@@ -197,7 +197,7 @@ def test_a_method_that_cannot_be_loaded_is_a_row_with_why(
 def test_every_limit_is_in_the_tables() -> None:
     rows = doc_tables.refusals_table().splitlines()
     everyone = (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
-    everyone += (*limits.COMPACT_LIMITS, *limits.DECODE_LIMITS)
+    everyone += (*limits.COMPACT_LIMITS, *limits.DECODE_LIMITS, *limits.VERIFY_LIMITS)
     drafts = doc_tables.drafts_table().splitlines()
     for limit in limits.DRAFT_LIMITS:
         assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in drafts), limit.name
@@ -206,7 +206,7 @@ def test_every_limit_is_in_the_tables() -> None:
     for limit in decode.INDEXER_LIMITS:
         assert f"| {limit.name} | dsa | {limit.reason} |" in rows
     assert any(row.startswith("| other speculative algorithms | all |") for row in rows)
-    assert any(row.startswith("| speculative decoding | resa, robsa, dsa, rocketkv, skip_softmax |") for row in rows)
+    assert any(row.startswith("| speculative decoding | robsa, dsa, rocketkv, skip_softmax |") for row in rows)
     assert any(row.startswith("| KV cache events | ") and " resa" not in row for row in rows)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.scores.tables import Column, Row, length, number, percent, table, text
+from eval.scores.tables import Column, length, number, percent, table, text
 
 
-def _cells(paths: Sequence[Path]) -> list[Row]:
+def _cells(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The cells of finished files, each with what its file says of the model and the prompts."""
     rows = []
     for path in paths:
