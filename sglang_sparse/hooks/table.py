@@ -157,8 +157,8 @@ HOOKS = (
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         "self, batch, result",
         "AROUND",
-        "scheduler.rectification:finish_exactly",
-        "rectify_on_finish: run dense passes over the tails of finished requests",
+        "scheduler.rectification:follow_results",
+        "rectify_on_finish: run dense passes over the tails of finished requests; speculative decoding: over due rows",
     ),
     Hook(
         "sglang.srt.mem_cache.common.release_kv_cache",

@@ -123,6 +123,7 @@ def _rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
     view.seq_lens_sum = None
     view.req_pool_indices_cpu = None
     view.multimodal_inputs = None
+    view.spec_info = None
     # Left over from the prefill that this batch once was.
     view.input_embeds = view.replace_embeds = view.replace_positions = None
     return view

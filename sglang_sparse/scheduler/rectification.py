@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.attention.protocols import ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
+from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
 from sglang_sparse.scheduler.request_fields import committed_len
@@ -32,6 +33,7 @@ from sglang_sparse_kernels.common.launch import to_device
 if TYPE_CHECKING:
     from sglang_sparse.attention.counters import RectifyCounts
     from sglang_sparse.config.settings import Settings
+    from sglang_sparse.methods.config import RectifyConfig
     from sglang_sparse.scheduler.fa3_packing import Divide
 
 logger = logging.getLogger(__name__)
@@ -166,7 +168,9 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
         passes.append((due, extend_view(batch, [step.spans[index] for index in part], newest)))
     if rest:
         passes.append((rest, decode_view(batch, rest)))
-    _count(runner.attn_backend.counters.rectify, step, bool(rest))
+    counts = runner.attn_backend.counters.rectify
+    counts.second_passes += bool(rest)
+    _count(counts, step.spans, step.late)
     logits = output = None
     # Whatever runs a forward within these passes must not be split again.
     runner.attn_backend.rectifying = None
@@ -203,27 +207,42 @@ def _warn_eager() -> None:
     )
 
 
-def _count(counts: RectifyCounts, step: Rectification, second_pass: bool) -> None:
+def _count(counts: RectifyCounts, spans: Sequence[Span], late: Sequence[int]) -> None:
     counts.passes += 1
-    counts.second_passes += second_pass
-    for span, late in zip(step.spans, step.late, strict=True):
+    for span, waited in zip(spans, late, strict=True):
         counts.requests += 1
         counts.tokens += span.tokens
-        counts.delay_steps += late
-        counts.max_delay_steps = max(counts.max_delay_steps, late)
+        counts.delay_steps += waited
+        counts.max_delay_steps = max(counts.max_delay_steps, waited)
 
 
-def finish_exactly(original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: object) -> None:
-    """Around ``Scheduler.process_batch_result``: with ``rectify_on_finish``, make finished requests exact to the end.
+def follow_results(original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: object) -> None:
+    """Around ``Scheduler.process_batch_result``: rectify what a step without drafts cannot.
+
+    With ``rectify_on_finish`` these are finished requests, to the end, and with SGLang's drafts the rows that are due.
+    """
+    settings = settings_of(scheduler.server_args)
+    config = settings.rectify if settings else None
+    if config is None or not batch.forward_mode.is_decode():
+        return original(scheduler, batch, result)
+    if config.rectify_on_finish:
+        _finish_exactly(original, scheduler, batch, result, config)
+    else:
+        original(scheduler, batch, result)
+    if arguments.verified_tokens(arguments.of(scheduler.server_args)):
+        _rectify_committed(scheduler, batch, config)
+    return None
+
+
+def _finish_exactly(
+    original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: object, config: RectifyConfig
+) -> None:
+    """Process results, and make the requests that finish exact to the end.
 
     Their release is held back until this step's results are processed, then all their tails are re-encoded, at most
     ``rectify_max_batch`` of them in a pass, and they are released. The passes are only launched here: whoever reads
     this KV next does so later on the same stream.
     """
-    settings = settings_of(scheduler.server_args)
-    config = settings.rectify if settings else None
-    if config is None or not config.rectify_on_finish or not batch.forward_mode.is_decode():
-        return original(scheduler, batch, result)
     held: list[tuple[Span, Callable[[], None]]] = []
     setattr(scheduler.tree_cache, HELD, held)
     try:
@@ -239,7 +258,28 @@ def finish_exactly(original: Callable[..., None], scheduler: Scheduler, batch: S
         _rectify_tails(scheduler, batch, spans)
     for _, release in held:
         release()
-    return None
+
+
+def _rectify_committed(scheduler: Scheduler, batch: ScheduleBatch, config: RectifyConfig) -> None:
+    """Encode again the full pages that due rows have committed, in a pass behind the round that runs.
+
+    That round writes behind what is committed, and the summary of a page that has tokens of both would lack its keys.
+    """
+    page = scheduler.tree_cache.token_to_kv_pool_allocator.page_size
+    rows = [(request, state) for request in batch.reqs if (state := state_of(request)) and not request.finished()]
+    spans = []
+    for request, state in rows:
+        end = committed_len(request) // page * page
+        spans.append(Span(request, end if state.shareable_len is None else min(end, state.shareable_len), end))
+    intervals = [state.options.rectify_interval for _, state in rows]
+    # As in a step without drafts, where the newest token counts.
+    pending = [span.tokens + 1 for span in spans]
+    due = due_rows(pending, intervals, config.rectify_max_batch, pass_tokens(scheduler.server_args))
+    if due:
+        spans = [spans[row] for row in due]
+        late = [max(0, pending[row] - intervals[row]) for row in due]
+        _count(scheduler.tp_worker.model_runner.attn_backend.counters.rectify, spans, late)
+        _launch(scheduler, batch, spans)
 
 
 def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list[Span]]:
@@ -280,22 +320,28 @@ def hold_release(original: Callable[..., None], request: Req, tree_cache: RadixT
 
 
 def _rectify_tails(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> None:
+    counts = scheduler.tp_worker.model_runner.attn_backend.counters.rectify
+    counts.finish_passes += 1
+    counts.finish_tokens += sum(span.tokens for span in spans)
+    _launch(scheduler, batch, spans)
+    if scheduler.enable_overlap:
+        # The requests' rows of req_to_token are free for others as soon as they are released.
+        scheduler._apply_war_barrier()
+
+
+def _launch(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> None:
+    """Encode spans again, in a pass behind all that was launched."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     runner: Any = scheduler.tp_worker.model_runner
-    counts = runner.attn_backend.counters.rectify
-    counts.finish_passes += 1
-    counts.finish_tokens += sum(span.tokens for span in spans)
     with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
         if scheduler.enable_overlap:
             scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
             _keep_unsampled_logits(scheduler)
         forward_batch = ForwardBatch.init_new(extend_view(batch, spans), runner, return_hidden_states_before_norm=False)
         runner.forward(forward_batch)
-    if scheduler.enable_overlap:
-        # The requests' rows of req_to_token are free for others as soon as they are released.
-        runner.shared_read_done_event = None
-        scheduler._apply_war_barrier()
+    # Whatever it published, it may not be the last pass of its step that reads req_to_token.
+    runner.shared_read_done_event = None
 
 
 def _keep_unsampled_logits(scheduler: Scheduler) -> None:

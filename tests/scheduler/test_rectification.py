@@ -143,5 +143,5 @@ def test_results_that_raise_release_whom_they_held_and_leave_the_tree_as_it_was(
         fail()
 
     with pytest.raises(KeyError, match="SGLang"):
-        rectification.finish_exactly(process, scheduler, batch, None)
+        rectification.follow_results(process, scheduler, batch, None)
     assert released == [(request, True)] and not vars(scheduler.tree_cache)

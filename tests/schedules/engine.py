@@ -54,7 +54,8 @@ class EngineOptions:
         apart: rectify each row in a pass of its own, as long rows are on a GPU.
         core: the core of SGLang's radix tree.
         drafts: tokens that the sparse method drafts a round, for a dense pass to verify; 0 for none.
-        drafter: an algorithm of SGLang that drafts instead, with a random drafter, beside sparse prefill alone.
+        drafter: an algorithm of SGLang that drafts instead, with a random drafter. Without a decode method its
+            verifications are dense.
     """
 
     overlap: bool
@@ -130,7 +131,7 @@ class EngineOptions:
         Its requests are alone, and compact nothing and draft nothing.
         """
         if self.drafts:
-            return True
+            return self.drafter is None or self.method is None
         return self.config.get("eviction") == "compact" and self.config.get("dense_fallback", "never") == "never"
 
     @property

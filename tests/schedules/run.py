@@ -59,6 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vary-parts", action="store_true", help="likewise with PARTS_VARIANTS")
     parser.add_argument("--vary-drafts", action="store_true", help="likewise with DRAFT_VARIANTS")
     parser.add_argument("--vary-drafters", action="store_true", help="likewise with DRAFTER_VARIANTS")
+    parser.add_argument("--vary-verifiers", action="store_true", help="likewise with VERIFIER_VARIANTS")
     parser.add_argument(
         "--sabotage",
         choices=[
@@ -165,6 +166,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         PARTS_VARIANTS,
         SKIP_VARIANTS,
         VARIANTS,
+        VERIFIER_VARIANTS,
     )
 
     asked = (
@@ -174,6 +176,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         (args.vary_parts, PARTS_VARIANTS),
         (args.vary_drafts, DRAFT_VARIANTS),
         (args.vary_drafters, DRAFTER_VARIANTS),
+        (args.vary_verifiers, VERIFIER_VARIANTS),
     )
     variants = next((variants for wanted, variants in asked if wanted), ())
     blocks = []

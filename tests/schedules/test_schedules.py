@@ -125,6 +125,14 @@ def test_drafters_of_sglang_leave_answers_and_pages_as_sparse_prefill_alone_has_
     assert rows[-1]["mixed_rows"] > 0
 
 
+def test_what_sparse_verifications_share_is_exact(tmp_path) -> None:
+    flags = ["--schedules", "16", "--block", "4", "--steps", "6", "--vary-verifiers", "--workers", str(WORKERS)]
+    reached = run(tmp_path / "rows.jsonl", *flags)[-1]
+    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (16, 0, 0, 0)
+    names = ["accepted", "rectified_tokens", "finish_tokens", "retractions", "evictions", "aborts", "cached_tokens"]
+    assert [name for name in names if reached[name] == 0] == []
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_two_thousand_schedules_of_drafts(tmp_path) -> None:

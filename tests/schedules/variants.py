@@ -124,6 +124,14 @@ DRAFTER_VARIANTS: tuple[dict[str, Any], ...] = (
     },
     {**DRAFTER, "drafter": "EAGLE3", "prefill": {}, "mixed": True},
 )
+# A sparse verification, with rows that a crossover leaves dense, and rectification between rounds.
+VERIFIER: dict[str, Any] = {**DRAFTER, "method": "resa", "slots": 200, "chunk": 16}
+VERIFIER_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**VERIFIER, "drafter": "STANDALONE", "config": {"rectify_interval": 5, "rectify_on_finish": True}},
+    {**VERIFIER, "drafter": "EAGLE3", "overlap": False, "drafts": 1, "config": {"rectify_interval": 3}},
+    {**VERIFIER, "drafter": "EAGLE3", "page_size": 8, "config": {**CROSSING, "rectify_interval": 7}},
+    {**VERIFIER, "drafter": "STANDALONE", "drafts": 2, "config": {"rectify_interval": 0}},
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
