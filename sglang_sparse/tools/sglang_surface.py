@@ -30,6 +30,8 @@ PACKAGE = Path(__file__).parent.parent
 
 # SGLang's class of every variable, argument or attribute of this name in this package.
 CLASSES = {
+    "_runner": "sglang.srt.model_executor.model_runner.ModelRunner",
+    "_target_worker": "sglang.srt.managers.tp_worker.TpModelWorker",
     "HookRegistry": "sglang.srt.plugins.hook_registry.HookRegistry",
     "adder": "sglang.srt.managers.schedule_policy.PrefillAdder",
     "allocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
