@@ -96,8 +96,8 @@ def test_a_selection_changes_no_answer_with_the_batch(serve, some, outputs) -> N
 
 
 def test_what_rounds_commit_is_rectified_and_shared(serve, some, wrong) -> None:
-    """Every 16 tokens as far as pages are full, unless a request asks for other; at the end all but the newest."""
-    with serve(MODEL, *drafted_by(MODEL), config=SOME | {"rectify_interval": 16, "rectify_on_finish": True}) as server:
+    """Every eight tokens as far as pages are full, unless a request asks for none; at the end all but the newest."""
+    with serve(MODEL, *drafted_by(MODEL), config=SOME | {"rectify_interval": 8, "rectify_on_finish": True}) as server:
         before = sparse_state(server)
         answers = greedy(server, some, TOKENS)
         used = spent(server, before)
