@@ -184,7 +184,7 @@ FLAG_LIMITS = (
 DECODE_LIMITS = (
     FlagLimit(
         "speculative decoding",
-        lambda args: _drafter(args, served=True),
+        _drafting,
         "it selects for one token of a row at a time, and a verification has several; "
         f"allowed: {SPARSE_SELF}, --sparse-method resa, or --sparse-prefill-method without --sparse-method",
     ),
@@ -194,7 +194,7 @@ DECODE_LIMITS = (
 VERIFY_LIMITS = (
     FlagLimit(
         "NGRAM",
-        lambda args: args.speculative_algorithm if (_drafting(args) or CHAINS[0]).upper() not in CHAINS else None,
+        lambda args: name if (name := _drafting(args)) and name.upper() not in CHAINS else None,
         "its drafts are a tree, even with --speculative-ngram-max-bfs-breadth 1, and a sparse verification takes a "
         f"chain; allowed: {SPARSE_SELF}, {', '.join(CHAINS)}",
     ),
@@ -287,7 +287,7 @@ COMPACT_LIMITS = (
 PREFILL_LIMITS = (
     FlagLimit(
         "adaptive speculative decoding",
-        lambda args: (args.speculative_adaptive or None) if _drafter(args, served=True) else None,
+        lambda args: (args.speculative_adaptive or None) if _drafting(args) else None,
         "each number of drafts has an attention backend of its own, and the counts of one would be reported",
     ),
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have separate keys in the radix tree"),

@@ -85,12 +85,13 @@ def _move_verified(states: Sequence[RequestState], lengths: Sequence[int], cover
     """Move the exact lengths by what the last verification has committed, where it ran dense.
 
     How much that is, is known when the next one begins, so that what the last one of a request commits is not shared.
-    A sparse verification writes approximate KV: behind the first one of a request nothing is exact.
+    A sparse verification writes approximate KV, and a dense one behind it writes nothing better, until a rectifying
+    pass has encoded it again.
     """
     for state, length, dense in zip(states, lengths, covered, strict=True):
         if state.verified_from is not None and state.shareable_len == state.verified_from:
             state.shareable_len = length
-        state.verified_from = length if dense else None
+        state.verified_from = length if dense and state.shareable_len == length else None
 
 
 def shareable_len(request: Req) -> int | None:

@@ -264,17 +264,20 @@ def _rectify_committed(scheduler: Scheduler, batch: ScheduleBatch, config: Recti
     """Encode again the full pages that due rows have committed, in a pass behind the round that runs.
 
     That round writes behind what is committed, and the summary of a page that has tokens of both would lack its keys.
+    Deadlines are in rounds: each may commit as many tokens as it verifies.
     """
+    width = scheduler.tp_worker.model_runner.attn_backend.verified
     page = scheduler.tree_cache.token_to_kv_pool_allocator.page_size
     rows = [(request, state) for request in batch.reqs if (state := state_of(request)) and not request.finished()]
     spans = []
     for request, state in rows:
         end = committed_len(request) // page * page
         spans.append(Span(request, end if state.shareable_len is None else min(end, state.shareable_len), end))
-    intervals = [state.options.rectify_interval for _, state in rows]
+    asked = [state.options.rectify_interval for _, state in rows]
+    intervals = [max(2, interval // width) if interval else 0 for interval in asked]
     # As in a step without drafts, where the newest token counts.
-    pending = [span.tokens + 1 for span in spans]
-    due = due_rows(pending, intervals, config.rectify_max_batch, pass_tokens(scheduler.server_args))
+    pending = [-(-(span.tokens + 1) // width) for span in spans]
+    due = due_rows(pending, intervals, config.rectify_max_batch, pass_tokens(scheduler.server_args) // width)
     if due:
         spans = [spans[row] for row in due]
         late = [max(0, pending[row] - intervals[row]) for row in due]
@@ -324,9 +327,6 @@ def _rectify_tails(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]
     counts.finish_passes += 1
     counts.finish_tokens += sum(span.tokens for span in spans)
     _launch(scheduler, batch, spans)
-    if scheduler.enable_overlap:
-        # The requests' rows of req_to_token are free for others as soon as they are released.
-        scheduler._apply_war_barrier()
 
 
 def _launch(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> None:
@@ -342,6 +342,9 @@ def _launch(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> No
         runner.forward(forward_batch)
     # Whatever it published, it may not be the last pass of its step that reads req_to_token.
     runner.shared_read_done_event = None
+    if scheduler.enable_overlap:
+        # Rows of req_to_token are free for others as soon as their requests are released or preempted.
+        scheduler._apply_war_barrier()
 
 
 def _keep_unsampled_logits(scheduler: Scheduler) -> None:

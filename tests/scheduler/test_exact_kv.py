@@ -247,6 +247,19 @@ def test_dense_verifications_move_it_once_it_is_known_what_they_committed() -> N
     assert exact(short, 999) == 61
 
 
+def test_a_dense_verification_over_an_approximate_tail_is_not_exact_once_that_is_rectified() -> None:
+    one, drafts = request(), {"algorithm": SpeculativeAlgorithm.STANDALONE, "verified": 4}
+    dense = {**SPARSE, "dense_fallback": "auto", "crossover_tokens": 10**6}
+    follow("extend", [one], [300], [0], **drafts)
+    follow("target_verify", [one], [300], **drafts)
+    follow("target_verify", [one], [320], **drafts, fields=dense)
+    # Behind the round that runs: its tokens were computed over the KV as it was.
+    follow("extend", [one], [320], [300], **drafts)
+    assert exact(one, 320) == 320
+    follow("target_verify", [one], [324], **drafts, fields=dense)
+    assert exact(one, 324) == 320
+
+
 def test_a_retracted_request_forgets_what_was_verified() -> None:
     drafts = {"algorithm": SpeculativeAlgorithm.STANDALONE, "verified": 4}
     follow("extend", [one := request()], [20], [0], **drafts)

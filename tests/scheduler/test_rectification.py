@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import rectification
 from sglang_sparse.scheduler.partial_batch import Span
@@ -120,6 +121,41 @@ def test_a_step_that_raises_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyError, match="SGLang"):
         rectification.run_step(fail, worker, batch)
     assert worker.model_runner.attn_backend.rectifying is None
+
+
+def test_between_rounds_full_pages_are_rectified_before_a_round_could_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 4 tokens, pages of 16: what a row needs of its interval of 32 is 8 rounds."""
+    launched: list[list[tuple[int, int, int]]] = []
+
+    def row(exact: int | None, committed: int, interval: int = 32, finished: bool = False) -> SimpleNamespace:
+        state = SimpleNamespace(shareable_len=exact, options=SimpleNamespace(rectify_interval=interval))
+        kv = SimpleNamespace(kv_committed_len=committed)
+        return SimpleNamespace(kv=kv, finished=lambda: finished, state=state, number=len(rows))
+
+    rows: list[SimpleNamespace] = []
+    # Long overdue, finished, never, retracted, exact beyond its last full page, and halfway to its interval.
+    for asked in ((100, 150), (100, 150, 32, True), (100, 150, 0), (None, 0), (100, 101), (100, 115)):
+        rows.append(row(*asked))
+    scheduler, batch = a_decode_step()
+    counts = RectifyCounts()
+    backend = SimpleNamespace(verified=4, counters=SimpleNamespace(rectify=counts))
+    scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+    scheduler.tree_cache.token_to_kv_pool_allocator = SimpleNamespace(page_size=16)
+    batch.reqs = rows
+    monkeypatch.setattr(rectification, "state_of", lambda request: request.state)
+    monkeypatch.setattr(rectification, "pass_tokens", lambda _: 8192)
+    monkeypatch.setattr(rectification.arguments, "verified_tokens", lambda _: 4)
+    monkeypatch.setattr(
+        rectification,
+        "_launch",
+        lambda *args: launched.append([(span.request.number, span.start, span.end) for span in args[2]]),
+    )
+    rectification.follow_results(lambda *_: None, scheduler, batch, None)
+    assert launched == [[(0, 100, 144), (5, 100, 112)]]
+    assert (counts.passes, counts.requests, counts.tokens, counts.delay_steps) == (1, 2, 56, 4)
+    rows[0].state.shareable_len, rows[5].state.shareable_len = 144, 112
+    rectification.follow_results(lambda *_: None, scheduler, batch, None)
+    assert len(launched) == 1
 
 
 def test_results_that_raise_release_whom_they_held_and_leave_the_tree_as_it_was(

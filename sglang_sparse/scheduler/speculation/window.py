@@ -25,7 +25,7 @@ class Window:
 
     Attributes:
         held: ``[rows]`` int64, tokens that have KV.
-        host: the same on the CPU, or bounds as long as ``late`` is set.
+        host: the same on the CPU, or bounds as long as ``late`` is set; the batch's.
         positions: ``[rows, width]`` int64.
         slots: ``[rows, width]`` int64, where their KV goes.
         seeds: ``[rows]`` int64; None where all rows are greedy.
@@ -49,12 +49,13 @@ class Window:
         table = batch.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices.to(torch.int64)[:, None], positions].to(torch.int64)
         late = cast("Carried", batch.spec_info).late_lengths
-        return cls(held, batch.seq_lens_cpu.to(torch.int64), positions, slots, seeds, late)
+        return cls(held, batch.seq_lens_cpu, positions, slots, seeds, late)
 
     def settle(self) -> None:
-        """Wait for the lengths, unless the host knows them."""
+        """Wait for the lengths, unless the host knows them; they take the place of the batch's bounds."""
         if self.late is not None:
-            self.host, self.late = self.late(), None
+            self.host.copy_(self.late())
+            self.late = None
 
     def step(self, batch: ScheduleBatch, tokens: torch.Tensor, step: int) -> ScheduleBatch:
         """Make the batch of a decode step of the round.
