@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import random_qwen3
+from checkpoints import random_eagle3
 from server_requests import (
     RETRACT,
     ask,
@@ -33,13 +33,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="equal answers
 
 
 def drafted_by(model: Path) -> tuple[str, ...]:
-    return (*FLAGS, "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model), *CHAIN)
+    """The target itself drafts, which is mostly right, or a head."""
+    algorithm = "STANDALONE" if model == MODEL else "EAGLE3"
+    return (*FLAGS, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model), *CHAIN)
 
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft model whose drafts are hardly ever right."""
-    return random_qwen3(tmp_path_factory.mktemp("random-drafts"), vocab_size=4096)
+    """A head whose drafts are hardly ever right."""
+    return random_eagle3(tmp_path_factory.mktemp("random-drafts"), MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_a_selection_changes_no_answer_with_the_batch(serve, some, outputs) -> N
         assert_nothing_leaked(server)
 
 
-def test_what_rounds_commit_is_rectified_and_shared(serve, some, wrong) -> None:
+def test_what_rounds_commit_is_rectified_and_shared(serve, some) -> None:
     """Every eight tokens as far as pages are full, unless a request asks for none; at the end all but the newest."""
     with serve(MODEL, *drafted_by(MODEL), config=SOME | {"rectify_interval": 8, "rectify_on_finish": True}) as server:
         before = sparse_state(server)

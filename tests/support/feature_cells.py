@@ -115,6 +115,8 @@ PROOFS: Mapping[Cell, str] = {
         Cell("`--speculative-algorithm EAGLE3`", method): _SERVER.format("drafters") + "drafts_change_no_answer"
         for method in ("anchor", PREFILL_SKIP)
     },
+    Cell("`--speculative-algorithm EAGLE3`", "resa"): _SERVER.format("sparse_drafts")
+    + "all_pages_are_a_dense_servers_answers",
     Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",
