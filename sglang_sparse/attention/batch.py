@@ -160,15 +160,14 @@ def load_views(views: Views, plan: DecodePlan, forward_batch: ForwardBatch, req_
         req_to_token: ``[requests, max_context]``, SGLang's token table.
     """
     loaded: set[int] = set()
-    lengths = forward_batch.seq_lens[: len(plan.covered)] if plan.bounded else None
     for view, own in zip(views, plan.groups, strict=True):
         if view.page_size in loaded:
             _load_counts(view, (view.n_select, own.n_select), (view.row_thresholds, own.row_thresholds))
-            if lengths is not None:
-                _bound(view, lengths)
         else:
-            _load(view, req_to_token, forward_batch.req_pool_indices, own, lengths)
+            _load(view, req_to_token, forward_batch.req_pool_indices, own)
             loaded.add(view.page_size)
+        if plan.bounded:
+            _bound(view, forward_batch.seq_lens[: len(plan.covered)])
 
 
 def clear_views(views: Views, req_to_token: torch.Tensor) -> None:
@@ -194,19 +193,11 @@ def _bound(view: BatchView, lengths: torch.Tensor) -> None:
     torch.minimum(n_select, n_pages, out=n_select)
 
 
-def _load(
-    view: BatchView,
-    req_to_token: torch.Tensor,
-    requests: torch.Tensor,
-    plan: GroupPlan,
-    lengths: torch.Tensor | None = None,
-) -> None:
+def _load(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, plan: GroupPlan) -> None:
     real = plan.n_pages.shape[0]
     _load_counts(
         view, (view.n_pages, plan.n_pages), (view.n_select, plan.n_select), (view.row_thresholds, plan.row_thresholds)
     )
-    if lengths is not None:
-        _bound(view, lengths)
     view.requests[:real].copy_(requests[:real])
     if view.page_table.shape[1] == 0:
         return

@@ -10,7 +10,6 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse.attention.protocols import KVPool, RadixAttention
-from sglang_sparse.methods.aux_buffers import page_ends
 from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
@@ -51,7 +50,6 @@ class DecodePath:
         self._kv_pool = kv_pool
         self._rope_dim = model.rope_dim
         self._k_caches = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
-        self._refreshes_first = any(spec.before_select for spec in aux.specs)
         self.last_layer = max(aux.layers, default=-1) if aux.specs else -1
 
     def refresh(self, last_slots: Mapping[int, torch.Tensor]) -> None:
@@ -92,11 +90,7 @@ class DecodePath:
         """
         if save_kv_cache:
             self._write(k, v, layer, slots, rotated.get("k_rope"))
-        if self._refreshes_first:
-            cache = {layer.layer_id: self._k_caches[layer.layer_id]}
-            for size in (None,) if views[0].queries == 1 else self._aux.entry_sizes:
-                ends = slots if size is None else page_ends(slots, size)
-                self._aux.refresh(cache, ends, before_select=True, entry_tokens=size)
+        self._aux.refresh({layer.layer_id: self._k_caches[layer.layer_id]}, slots, before_select=True)
         place, method = self._by_layer[layer.layer_id]
         if self._rope_dim:
             output = self._attend_latent(method, q, rotated.get("q_rope"), layer, slots, views[place])

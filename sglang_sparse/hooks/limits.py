@@ -287,7 +287,7 @@ COMPACT_LIMITS = (
 PREFILL_LIMITS = (
     FlagLimit(
         "adaptive speculative decoding",
-        lambda args: (args.speculative_adaptive or None) if _drafting(args) else None,
+        lambda args: _drafting(args) and _set("speculative_adaptive")(args),
         "each number of drafts has an attention backend of its own, and the counts of one would be reported",
     ),
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have separate keys in the radix tree"),

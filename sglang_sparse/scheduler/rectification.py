@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.attention.protocols import ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
-from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
 from sglang_sparse.scheduler.request_fields import committed_len
@@ -229,7 +228,7 @@ def follow_results(original: Callable[..., None], scheduler: Scheduler, batch: S
         _finish_exactly(original, scheduler, batch, result, config)
     else:
         original(scheduler, batch, result)
-    if arguments.verified_tokens(arguments.of(scheduler.server_args)):
+    if scheduler.tp_worker.model_runner.attn_backend.verified:
         _rectify_committed(scheduler, batch, config)
     return None
 
@@ -266,7 +265,8 @@ def _rectify_committed(scheduler: Scheduler, batch: ScheduleBatch, config: Recti
     That round writes behind what is committed, and the summary of a page that has tokens of both would lack its keys.
     Deadlines are in rounds: each may commit as many tokens as it verifies.
     """
-    width = scheduler.tp_worker.model_runner.attn_backend.verified
+    backend = scheduler.tp_worker.model_runner.attn_backend
+    width = backend.verified
     page = scheduler.tree_cache.token_to_kv_pool_allocator.page_size
     rows = [(request, state) for request in batch.reqs if (state := state_of(request)) and not request.finished()]
     spans = []
@@ -281,7 +281,7 @@ def _rectify_committed(scheduler: Scheduler, batch: ScheduleBatch, config: Recti
     if due:
         spans = [spans[row] for row in due]
         late = [max(0, pending[row] - intervals[row]) for row in due]
-        _count(scheduler.tp_worker.model_runner.attn_backend.counters.rectify, spans, late)
+        _count(backend.counters.rectify, spans, late)
         _launch(scheduler, batch, spans)
 
 

@@ -144,7 +144,6 @@ def test_between_rounds_full_pages_are_rectified_before_a_round_could_be_late(mo
     batch.reqs = rows
     monkeypatch.setattr(rectification, "state_of", lambda request: request.state)
     monkeypatch.setattr(rectification, "pass_tokens", lambda _: 8192)
-    monkeypatch.setattr(rectification.arguments, "verified_tokens", lambda _: 4)
     monkeypatch.setattr(
         rectification,
         "_launch",

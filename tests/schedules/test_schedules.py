@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def run(out: Path, *flags: str) -> list[dict[str, Any]]:
     return rows
 
 
+def assert_passed(reached: dict[str, Any], schedules: int, names: Sequence[str] = ()) -> None:
+    """Assert of a summary that all schedules passed, and that they came to all that is named."""
+    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (schedules, 0, 0, 0)
+    assert [name for name in names if reached[name] == 0] == []
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("schedules") / "rows.jsonl"
@@ -33,14 +40,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_page_is_exact_and_none_is_lost_in_240_schedules(rows) -> None:
     blocks, summary = [row for row in rows if row["kind"] == "block"], rows[-1]
     assert sum(row["schedules"] for row in blocks if row["options"]["overlap"]) == 120
-    assert (summary["schedules"], summary["mismatches"], summary["leaks"], summary["errors"]) == (240, 0, 0, 0)
+    assert_passed(summary, 240)
 
 
 def test_the_schedules_reach_what_they_are_for(rows) -> None:
     reached = rows[-1]
     names = ["aborts", "retractions", "full_pools", "evictions", "flushes"]
     names += ["cached_tokens", "rectified_tokens", "finish_tokens", "divided", "mixed_rows"]
-    assert [name for name in names if reached[name] == 0] == []
+    assert_passed(reached, 240, names)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +79,8 @@ def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
 def assert_compacted(rows: list[dict[str, Any]], schedules: int, compared: int) -> None:
     """The schedules passed, and reached what compaction has to do with."""
     reached = rows[-1]
-    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (schedules, 0, 0, 0)
     names = ["compacted", "retractions", "evictions", "made_room", "aborts", "cached_tokens"]
-    assert [name for name in names if reached[name] == 0] == []
+    assert_passed(reached, schedules, names)
     # Some in each schedule, or nearly.
     answered = [row for row in rows if row["kind"] == "block" and row["answers_compared"]]
     assert sum(row["schedules"] for row in answered) == compared
@@ -91,25 +97,22 @@ def test_100_schedules_whose_requests_let_go_of_their_prompts_answer_as_with_all
 def test_skipped_blocks_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
     flags = ["--schedules", "32", "--block", "8", "--steps", "6", "--vary-skip", "--workers", str(WORKERS)]
     reached = run(tmp_path / "rows.jsonl", *flags)[-1]
-    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (32, 0, 0, 0)
     names = ["skipped", "skipped_in_prefill", "retractions", "evictions", "aborts", "cached_tokens", "mixed_rows"]
-    assert [name for name in names if reached[name] == 0] == []
+    assert_passed(reached, 32, names)
 
 
 def test_parts_by_layer_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
     flags = ["--schedules", "30", "--block", "6", "--steps", "5", "--vary-parts", "--workers", str(WORKERS)]
     reached = run(tmp_path / "rows.jsonl", *flags)[-1]
-    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (30, 0, 0, 0)
     names = ["rectified_tokens", "finish_tokens", "retractions", "evictions", "aborts", "cached_tokens"]
-    assert [name for name in names if reached[name] == 0] == []
+    assert_passed(reached, 30, names)
 
 
 def assert_lossless(rows: list[dict[str, Any]], schedules: int) -> None:
     """The schedules passed, and drafts were wrong, dropped and taken up again."""
     reached = rows[-1]
-    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (schedules, 0, 0, 0)
     names = ["accepted", "retractions", "evictions", "aborts", "cached_tokens", "answers_compared"]
-    assert [name for name in names if reached[name] == 0] == []
+    assert_passed(reached, schedules, names)
     assert reached["accepted"] < 0.8 * reached["drafted"]
 
 
@@ -128,9 +131,8 @@ def test_drafters_of_sglang_leave_answers_and_pages_as_sparse_prefill_alone_has_
 def test_what_sparse_verifications_share_is_exact(tmp_path) -> None:
     flags = ["--schedules", "16", "--block", "4", "--steps", "6", "--vary-verifiers", "--workers", str(WORKERS)]
     reached = run(tmp_path / "rows.jsonl", *flags)[-1]
-    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (16, 0, 0, 0)
     names = ["accepted", "rectified_tokens", "finish_tokens", "retractions", "evictions", "aborts", "cached_tokens"]
-    assert [name for name in names if reached[name] == 0] == []
+    assert_passed(reached, 16, names)
 
 
 @pytest.mark.soak
