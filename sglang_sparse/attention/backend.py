@@ -20,7 +20,7 @@ from sglang_sparse.attention.batch import (
     views_nbytes,
 )
 from sglang_sparse.attention.counters import Counters
-from sglang_sparse.attention.cuda_graphs import SPARSE
+from sglang_sparse.attention.cuda_graphs import LATER_DRAFT, SPARSE
 from sglang_sparse.attention.decode import DecodePath, require_known
 from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
@@ -175,6 +175,16 @@ class SparseAttentionBackend(DelegatingBackend):
         """
         return self._planned or plan_decode(self.groups, seq_lens + self.verified)
 
+    @property
+    def shares(self) -> bool:
+        """Whether the drafts of a round share a selection."""
+        return self._pools.shared is not None
+
+    def reuses(self, plan: DecodePlan) -> bool:
+        """Whether a batch attends to what an earlier draft of its round has selected."""
+        shared = self._pools.shared
+        return shared is not None and plan.sparse and plan.later and shared.rows > 0
+
     def decodes(self, mode: ForwardMode) -> bool:
         """Whether a pass is one that may run sparse: a decode step, or a verification where that takes its place."""
         return mode.is_target_verify() if self.verified else mode.is_decode()
@@ -244,9 +254,12 @@ class SparseAttentionBackend(DelegatingBackend):
     def _begin_capture(self, rows: int) -> None:
         """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""
         self._views = self.indexed = None
-        if get_capture_attention_variant() == SPARSE:
+        variant = get_capture_attention_variant()
+        if variant in (SPARSE, LATER_DRAFT):
             self._views = self._rows(rows)
             clear_views(self._views, self.dense.req_to_token_pool.req_to_token)
+        if self._pools.shared is not None:
+            self._pools.shared.record(rows, reused=variant == LATER_DRAFT)
 
     def _prepare(self, forward_batch: ForwardBatch) -> None:
         self._pools.warn_of_overflow()
@@ -262,9 +275,14 @@ class SparseAttentionBackend(DelegatingBackend):
         self.counters.add_decode(plan)
         if not plan.sparse:
             return
-        views = self._rows(rows)
-        load_views(views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
-        self._views = views
+        self._views, shared = self._rows(rows), self._pools.shared
+        if shared is not None:
+            shared.reused = self.reuses(plan)
+            if shared.reused:
+                shared.extend(forward_batch.out_cache_loc[:real])
+                return
+            shared.begin(rows, max(int(group.n_select.max()) for group in plan.groups))
+        load_views(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
 
     def forward(
         self,

@@ -1,8 +1,8 @@
-"""Two decode CUDA graphs for every batch size, a dense and a sparse one, as SGLang's attention graph variants.
+"""Decode CUDA graphs for every batch size, a dense and a sparse one, as SGLang's attention graph variants.
 
 SGLang captures a graph for each label and asks which of them a batch replays. So a batch below the crossover replays
 the dense graph and pays nothing for sparsity but the refresh of the summaries. What the dense backend allocates for a
-size serves both.
+size serves both. Where the drafts of a round share a selection, a third graph is that of drafts behind the first one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
 
 # Not "dense": SGLang's DSA indexer takes that label for its own variant, which scores nothing.
-DENSE, SPARSE = "dense decode", "sparse decode"
+DENSE, SPARSE, LATER_DRAFT = "dense decode", "sparse decode", "later draft"
 
 
 class GraphVariants:
@@ -35,7 +35,8 @@ class GraphVariants:
 
     def __init__(self, backend: SparseAttentionBackend, settings: Settings):
         self._backend = backend
-        both = (SPARSE,) if settings.config.dense_fallback == "never" else (DENSE, SPARSE)
+        sparse = (SPARSE, LATER_DRAFT) if backend.shares else (SPARSE,)
+        both = sparse if settings.config.dense_fallback == "never" else (DENSE, *sparse)
         self.capture_labels = both if settings.name else (DENSE,)
 
     def select(self, forward_batch: ForwardBatch) -> str:
@@ -43,7 +44,10 @@ class GraphVariants:
         if SPARSE not in self.capture_labels:
             # A verification may come without lengths on the host.
             return DENSE
-        return SPARSE if self._backend.plan(forward_batch.seq_lens_cpu).sparse else DENSE
+        plan = self._backend.plan(forward_batch.seq_lens_cpu)
+        if self._backend.reuses(plan):
+            return LATER_DRAFT
+        return SPARSE if plan.sparse else DENSE
 
 
 # By the identity of the model's config, which is all that SGLang hands on: a draft model has its own.

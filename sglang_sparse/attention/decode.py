@@ -121,8 +121,14 @@ class DecodePath:
             # One selection for all, by the mean of each head's queries.
             asking, newest = query.unflatten(0, (-1, queries)).mean(1), slots.view(-1, queries)[:, -1].contiguous()
             query = _by_kv_head(query, queries, keys.shape[1])
-        asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=newest)
-        selected = method.select(asked, layer.layer_id, asking, self._aux)
+        shared = self._aux.shared
+        if shared is not None and shared.reused:
+            selected = shared.of(layer.layer_id)
+        else:
+            asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=newest)
+            selected = method.select(asked, layer.layer_id, asking, self._aux)
+            if shared is not None:
+                shared.keep(layer.layer_id, selected)
         size, usual = _unit(selected, view)
         output = sparse_decode(
             query,

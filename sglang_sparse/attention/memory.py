@@ -21,6 +21,7 @@ from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
+from sglang_sparse.methods.shared_selection import SHARED_BYTES, SharedSelection
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -246,10 +247,24 @@ def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
     )
 
 
-def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
-    """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up."""
+def aux_bytes_per_token(settings: Settings, model: ModelShape, shares: bool = False) -> int:
+    """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up.
+
+    Args:
+        settings: the methods.
+        model: see ``DecodeMethod.aux_specs``.
+        shares: whether the drafts of a round share a selection, see ``shares_selection``.
+    """
     per_page = sum(spec.bytes_per_page * len(spec.layers or ()) for spec in settings.decode.aux_specs(model))
+    if shares:
+        per_page += SHARED_BYTES * model.num_kv_heads * len(settings.decode.sparse_layers(model.num_layers))
     return -(-per_page // settings.config.page_size)
+
+
+def shares_selection(settings: Settings, server_args: object) -> bool:
+    """Whether the drafts of a round share a selection: on a server that drafts for itself, if all methods allow it."""
+    drafts = arguments.drafts_itself(arguments.of(server_args))
+    return drafts and all(method.verifies for method in settings.decode.methods)
 
 
 def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigurator, num_layers: int) -> int:
@@ -260,7 +275,8 @@ def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigura
     settings = settings_of(kvc.server_args)
     if settings is None or kvc.is_draft_worker:
         return cell_size
-    return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
+    model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
+    return cell_size + aux_bytes_per_token(settings, model, shares_selection(settings, kvc.server_args))
 
 
 def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: object) -> int:
@@ -327,7 +343,11 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device)
-    pools.accounted_bytes = aux_bytes_per_token(settings, model) * kv_pool.size
+    if shares := shares_selection(settings, configurator.server_args):
+        later = (arguments.of(configurator.server_args).speculative_num_steps or 1) - 1
+        pools.shared = SharedSelection(layers, model.num_kv_heads, num_pages, page_size, later, configurator.device)
+    per_token = aux_bytes_per_token(settings, model, shares)
+    pools.accounted_bytes = per_token * kv_pool.size
     pools.kv_bytes_per_token = kv_bytes_per_token(kv_pool)
     if on_gpu:
         pools.measured_bytes = torch.cuda.memory_allocated() - before
@@ -343,7 +363,7 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
         model.num_layers,
         page_size,
         ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "no summaries",
-        aux_bytes_per_token(settings, model),
+        per_token,
         pools.nbytes / 2**20,
         ", ".join(dict.fromkeys(method.kernels(kernels) for method in settings.decode.methods)),
     )

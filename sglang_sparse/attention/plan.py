@@ -48,12 +48,14 @@ class DecodePlan(NamedTuple):
             knows.
         groups: the plan of each method; none where the batch is dense.
         bounded: made from bounds of the lengths; how many pages there are less, the device knows.
+        later: of a draft behind the first one of its round, which may share that one's selection.
     """
 
     covered: torch.Tensor
     selective: torch.Tensor
     groups: tuple[GroupPlan, ...] = ()
     bounded: bool = False
+    later: bool = False
 
     @property
     def sparse(self) -> bool:

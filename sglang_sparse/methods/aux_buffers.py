@@ -9,6 +9,7 @@ import torch
 
 from sglang_sparse.methods.base import AuxSpec
 from sglang_sparse.methods.roles import Kept
+from sglang_sparse.methods.shared_selection import SharedSelection
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class AuxBuffers:
         measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
         kv_bytes_per_token: what a token takes in SGLang's pool on this rank, see ``kv_bytes_per_token``.
         kept: what the requests keep of their prompts, for each ``PromptSelector``.
+        shared: what the drafts of a round share, where they do.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class AuxBuffers:
         self.measured_bytes: int | None = None
         self.kv_bytes_per_token = 0
         self.kept: tuple[Kept, ...] = ()
+        self.shared: SharedSelection | None = None
 
     def require_kept(self, layer_id: int) -> Kept:
         """Return ``kept`` of the method that has a layer.
@@ -142,7 +145,8 @@ class AuxBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.nbytes for layers in self._buffers.values() for buffer in layers.values())
+        entries = sum(buffer.nbytes for layers in self._buffers.values() for buffer in layers.values())
+        return entries + (self.shared.nbytes if self.shared else 0)
 
 
 def page_ends(slots: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
-from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS
+from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, LATER
 from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
 from sglang_sparse.scheduler.request_state import RequestState, ensure_state, state_of
@@ -78,7 +78,8 @@ def _plan(backend: SparseAttentionBackend, batch: ScheduleBatch, states: Sequenc
     compacted = any(state.compacted for state in states)
     held = batch.seq_lens_cpu + backend.verified
     plan = plan_decode(backend.groups, held, [state.options for state in states], compacted)
-    return plan._replace(bounded=True) if getattr(batch, BOUNDED, False) else plan
+    # The plan of a dense batch is shared by all of its size.
+    return plan._replace(bounded=getattr(batch, BOUNDED, False), later=getattr(batch, LATER, False))
 
 
 def _move_verified(states: Sequence[RequestState], lengths: Sequence[int], covered: Sequence[bool]) -> None:

@@ -17,6 +17,8 @@ from sglang_sparse_kernels.common.launch import to_device
 DENSE_PASS = "dense_pass"
 # That of a batch whose lengths on the host are bounds, while the device knows them.
 BOUNDED = "bounded_lengths"
+# That of a draft behind the first one of its round.
+LATER = "later_draft"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from sglang_sparse.attention.plan import PLAN, plan_decode
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
 from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.shared_selection import SharedSelection
 
 LAYERS, PAGE, KV_HEADS, GROUP, DIM, WIDTH = (0, 1), 8, 2, 4, 64, 4
 HEADS, SCALING, CONTEXT = KV_HEADS * GROUP, 0.2, 160
@@ -255,6 +256,89 @@ def test_a_server_that_verifies_densely_selects_nothing() -> None:
     assert backend.view is None and backend.counters.decodes == []
     run_layer(backend, batch, 0)
     assert backend.dense.attended == 1
+
+
+def draft(backend: Any, step: int, rows: int = len(HELD)) -> Any:
+    """The batch of a draft of a round, whose first is 0, with its plan and padded to `rows`."""
+    held, table = HELD[:rows], backend.dense.req_to_token_pool.req_to_token
+    lengths = torch.tensor([length + step + 1 for length in held])
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=rows,
+        num_padding=rows - len(held),
+        req_pool_indices=torch.arange(len(held)),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        out_cache_loc=torch.nn.functional.pad(slots_of(table, lengths - 1, lengths), (0, rows - len(held))),
+    )
+    setattr(batch, PLAN, plan_decode(backend.groups, lengths)._replace(later=step > 0))
+    backend.begin(batch)
+    return batch
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_later_drafts_attend_to_what_the_first_one_selected(padding: int) -> None:
+    """And to the page that they begin: of the second row with the third draft, of the last with the fifth."""
+    backend: Any = make_backend(SOME)
+    backend.verified, rows = 0, len(HELD) + padding
+    backend._pools.shared = SharedSelection(LAYERS, KV_HEADS, 2 * PAGES, PAGE, WIDTH, "cpu")
+    labels = cuda_graphs.GraphVariants(backend, build("resa", {"rectify_interval": 0}))
+    assert labels.capture_labels == (cuda_graphs.DENSE, cuda_graphs.SPARSE, cuda_graphs.LATER_DRAFT)
+    chosen: list[Any] = []
+    table = backend.dense.req_to_token_pool.req_to_token
+    for step in range(WIDTH + 1):
+        batch = draft(backend, step, rows)
+        assert labels.select(batch) == (cuda_graphs.LATER_DRAFT if step else cuda_graphs.SPARSE)
+        backend.init_forward_metadata(batch)
+        for layer in LAYERS:
+            q, k, v = (torch.randn(rows, heads * DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+            backend._views[0].scores.fill_(float("nan"))
+            output = backend.forward(q, k.view(rows, -1, DIM), v.view(rows, -1, DIM), layer_of(layer), batch)
+            if step == 0:
+                chosen.append(selected_pages(backend))
+            assert output[len(HELD) :].count_nonzero() == 0
+            for row, length in enumerate(HELD):
+                begun = table[row, length : length + step + 1].long() // PAGE
+                pages = [torch.cat([mine, begun]) for mine in chosen[layer][row]]
+                expected = attention(backend, row, step, q[row].view(HEADS, DIM), layer, pages)
+                torch.testing.assert_close(output[row].view(HEADS, DIM).double(), expected, rtol=1e-4, atol=1e-5)
+    assert backend.counters.select_stats[0] == len(LAYERS) * len(HELD) * KV_HEADS, "the first drafts alone selected"
+
+
+def test_lists_that_do_not_fit_are_not_shared() -> None:
+    """Each draft then selects for itself: a row that attends to all its pages leaves the others no room."""
+    backend: Any = make_backend(ALL)
+    backend.verified = 0
+    backend._pools.shared = SharedSelection(LAYERS, KV_HEADS, PAGES, PAGE, WIDTH, "cpu")
+    labels = cuda_graphs.GraphVariants(backend, build("resa", {"rectify_interval": 0}))
+    for step in range(2):
+        batch = draft(backend, step)
+        assert labels.select(batch) == cuda_graphs.SPARSE
+        backend.init_forward_metadata(batch)
+        q, k = torch.randn(len(HELD), HEADS * DIM), torch.randn(len(HELD), KV_HEADS, DIM)
+        backend.forward(q, k, k, layer_of(0), batch)
+        assert backend.counters.select_stats[0] == (step + 1) * len(HELD) * KV_HEADS
+
+
+def test_the_graph_of_later_drafts_is_recorded_over_padding() -> None:
+    backend: Any = make_backend(SOME)
+    backend.verified, backend._pools.shared = 0, SharedSelection(LAYERS, KV_HEADS, PAGES, PAGE, WIDTH, "cpu")
+    backend.init_forward_metadata(draft(backend, 0))
+    backend._pools.shared._memory.fill_(3)
+    recorded = []
+    # Of 30 rows none has room for a list: their graph selects.
+    for rows in (len(HELD), 30):
+        _set_capture_attention_variant(cuda_graphs.LATER_DRAFT)
+        try:
+            batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=rows)
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        finally:
+            _set_capture_attention_variant(None)
+        batch.out_cache_loc = torch.zeros(rows, dtype=torch.int64)
+        q, k = torch.randn(rows, HEADS * DIM), torch.randn(rows, KV_HEADS, DIM)
+        assert backend.forward(q, k, k, layer_of(0), batch).count_nonzero() == 0
+        recorded.append(backend._pools.shared.reused)
+    assert recorded == [True, False]
 
 
 def test_both_graphs_of_a_verification() -> None:

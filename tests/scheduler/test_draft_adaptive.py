@@ -65,9 +65,10 @@ def test_a_draft_costs_the_share_of_the_kv_that_it_reads() -> None:
     plan = plan_decode(settings.decode, torch.tensor([16_000, 16_000]))
     costs = StepBytes(fixed=0, token=1000, summary=0.0)
     assert costs.draft(plan, settings.decode, 32_000, 4) == pytest.approx(0.1, abs=2e-3)
-    # Weights are read by both, summaries by a draft alone.
+    # Weights are read by both, summaries by those drafts alone that choose pages.
     weighed = StepBytes(fixed=32_000_000, token=1000, summary=100.0)
-    assert weighed.draft(plan, settings.decode, 32_000, 4) == pytest.approx((1 + 0.1 + 0.1) / 2, abs=2e-3)
+    assert weighed.draft(plan, settings.decode, 32_000, 4) == pytest.approx((1 + 0.1) / 2, abs=2e-3)
+    assert weighed.choice(2, 32_000) == pytest.approx(0.1 / 2)
 
 
 def test_layers_that_stay_dense_read_all() -> None:

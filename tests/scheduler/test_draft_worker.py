@@ -205,9 +205,10 @@ def test_a_wrong_token_that_is_accepted_is_noticed(target, sampled, monkeypatch:
 @pytest.mark.parametrize(
     ("context", "fields", "steps"),
     [
-        # A long context beside small weights, a short one, and one whose config says itself that sparse steps pay.
+        # A long context beside small weights, shorter ones, and one whose config says itself that sparse steps pay.
         (200_000, {}, STEPS),
-        (20_000, {}, 0),
+        (20_000, {}, 3),
+        (16_500, {}, 0),
         (20_000, {"crossover_tokens": 0}, STEPS),
         (200_000, {"sparse": False}, 0),
     ],
@@ -221,7 +222,7 @@ def test_how_much_is_drafted(target: Target, context: int, fields: dict[str, Any
     pool = SimpleNamespace(size=2**18)
     setattr(pool, memory.ATTRIBUTE, SimpleNamespace(kv_bytes_per_token=2**17, nbytes=2**18 * 2**13))
     target.model_runner = SimpleNamespace(
-        attn_backend=SimpleNamespace(groups=groups),
+        attn_backend=SimpleNamespace(groups=groups, shares=True),
         model_config=SimpleNamespace(num_hidden_layers=28),
         model=weights,
         token_to_kv_pool=pool,

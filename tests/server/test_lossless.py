@@ -72,6 +72,14 @@ def assert_often_wrong(used: dict[str, int]) -> None:
     assert used["pages_attended"] < used["pages_held"] / 4 and used["dense_fallback_rows"] == 0
 
 
+def assert_shares(server: ServerProcess, prompt: list[int]) -> None:
+    """Assert that of a request's drafts the first of a round alone selects, once a layer."""
+    before = sparse_state(server)
+    greedy(server, [prompt], TOKENS)
+    used = spent(server, before)
+    assert used["sparse_layer_rows"] == used["verified_rounds"] * sparse_state(server)["sparse_layers"]
+
+
 def assert_as_dense(server: ServerProcess, prompts: list[list[int]], outputs: list[list[int]]) -> None:
     """One by one, and in a batch whose rows come and go at different times."""
     before = sparse_state(server)
@@ -88,6 +96,7 @@ def assert_as_dense(server: ServerProcess, prompts: list[list[int]], outputs: li
 def test_greedy_answers_are_a_dense_servers(server, some, outputs) -> None:
     assert len({tuple(output) for output in outputs}) == len(some) and len({*outputs[-1]}) > TOKENS // 2
     assert_as_dense(server, some, outputs)
+    assert_shares(server, some[0])
 
 
 def test_latent_drafts_are_verified(serve) -> None:

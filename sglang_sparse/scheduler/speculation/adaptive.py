@@ -54,7 +54,7 @@ class StepBytes:
         return self.fixed + self.experts * (1 - (1 - self.routed) ** tokens)
 
     def draft(self, plan: DecodePlan, groups: DecodeGroups, tokens: int, layers: int) -> float:
-        """Return what a draft takes, in dense steps.
+        """Return what a draft takes without choosing its pages, in dense steps.
 
         Args:
             plan: of a batch that runs sparse.
@@ -71,7 +71,16 @@ class StepBytes:
             sparse += mine
         share = (read + layers - sparse) / layers
         weights = self.weights(len(plan.covered))
-        return (weights + dense * share + self.summary * tokens) / (weights + dense)
+        return (weights + dense * share) / (weights + dense)
+
+    def choice(self, rows: int, tokens: int) -> float:
+        """Return what choosing pages takes once, in dense steps.
+
+        Args:
+            rows: of the batch.
+            tokens: KV tokens of the batch.
+        """
+        return self.summary * tokens / (self.weights(rows) + self.token * tokens)
 
     def verification(self, rows: int, width: int, tokens: int) -> float:
         """Return what a verification takes, in dense steps.
@@ -92,7 +101,7 @@ def best_steps(draft: float, acceptance: float, most: int, verification: float =
         draft: what a draft takes, in dense steps.
         acceptance: the probability that a draft is right, where those before it are.
         most: drafts a round.
-        verification: what it takes, in dense steps.
+        verification: what it takes, in dense steps, with all else that a round takes once.
     """
     tokens = accumulate((acceptance**step for step in range(1, most + 1)), initial=1.0)
     gains = [found / (step * draft + verification) for step, found in enumerate(tokens)]

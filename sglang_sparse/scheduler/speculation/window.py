@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, without_sampling
+from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, LATER, without_sampling
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -68,6 +68,7 @@ class Window:
         view = without_sampling(batch)
         view.forward_mode, view.spec_info, view.input_ids = ForwardMode.DECODE, None, tokens
         view.out_cache_loc = self.slots[:, step].contiguous()
+        setattr(view, LATER, step > 0)
         self._extend(view, step + 1)
         return view
 

@@ -4,7 +4,7 @@ The drafts' keys and values lie in the slots of their positions; the dense pass 
 and reads only what dense passes wrote. So all KV that stays is exact, and so is every token: the one that the dense
 pass chooses. A wrong draft costs the tokens behind it.
 
-Source: self-speculation with sparse attention, MagicDec (arXiv 2408.11049), section 3, with the selection of each step
+Source: self-speculation with sparse attention, MagicDec (arXiv 2408.11049), section 3, with the selection of each round
 in place of a fixed one, and with coupled noise in place of rejection sampling (``sampling.py``).
 """
 
@@ -139,8 +139,12 @@ class SparseSelfWorker(BaseSpecWorker):
             return self.speculative_num_steps if plan.sparse else 0
         layers = self._runner.model_config.num_hidden_layers
         costs, tokens = self._step_bytes, int(batch.seq_lens_cpu.sum())
-        draft = costs.draft(plan, groups, tokens, layers)
+        draft, choice = costs.draft(plan, groups, tokens, layers), costs.choice(len(plan.covered), tokens)
         verification = costs.verification(len(plan.covered), self.speculative_num_draft_tokens, tokens)
+        if self._backend.shares:
+            verification += choice
+        else:
+            draft += choice
         return best_steps(draft, self._acceptance.rate, self.speculative_num_steps, verification)
 
     @cached_property
