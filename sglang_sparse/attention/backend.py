@@ -185,6 +185,14 @@ class SparseAttentionBackend(DelegatingBackend):
         shared = self._pools.shared
         return shared is not None and plan.sparse and plan.later and shared.rows > 0
 
+    def plan_later(self) -> DecodePlan | None:
+        """Return the plan of the next draft of a round: the last one's, which shares its selection; None if none does.
+
+        The token that it has more changes no selection, and planning anew costs the host as much as a short draft.
+        """
+        later = self._planned._replace(bounded=False, later=True) if self._planned else None
+        return later if later and self.reuses(later) else None
+
     def decodes(self, mode: ForwardMode) -> bool:
         """Whether a pass is one that may run sparse: a decode step, or a verification where that takes its place."""
         return mode.is_target_verify() if self.verified else mode.is_decode()
@@ -263,7 +271,7 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def _prepare(self, forward_batch: ForwardBatch) -> None:
         self._pools.warn_of_overflow()
-        self._views = None
+        last, self._views = self._views, None
         self._last_slots = None
         # Of a long prefill it is large.
         self.indexed = None
@@ -275,12 +283,14 @@ class SparseAttentionBackend(DelegatingBackend):
         self.counters.add_decode(plan)
         if not plan.sparse:
             return
-        self._views, shared = self._rows(rows), self._pools.shared
+        shared = self._pools.shared
         if shared is not None:
             shared.reused = self.reuses(plan)
             if shared.reused:
-                shared.extend(forward_batch.out_cache_loc[:real])
+                self._views = last
                 return
+        self._views = self._rows(rows)
+        if shared is not None:
             shared.begin(rows, max(int(group.n_select.max()) for group in plan.groups))
         load_views(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
 

@@ -50,6 +50,7 @@ class DecodePath:
         self._kv_pool = kv_pool
         self._rope_dim = model.rope_dim
         self._k_caches = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
+        self._first_layer = min(self.layers, default=-1)
         self.last_layer = max(aux.layers, default=-1) if aux.specs else -1
 
     def refresh(self, last_slots: Mapping[int, torch.Tensor]) -> None:
@@ -91,6 +92,9 @@ class DecodePath:
         if save_kv_cache:
             self._write(k, v, layer, slots, rotated.get("k_rope"))
         self._aux.refresh({layer.layer_id: self._k_caches[layer.layer_id]}, slots, before_select=True)
+        shared = self._aux.shared
+        if shared is not None and shared.reused and layer.layer_id == self._first_layer:
+            shared.extend(slots)
         place, method = self._by_layer[layer.layer_id]
         if self._rope_dim:
             output = self._attend_latent(method, q, rotated.get("q_rope"), layer, slots, views[place])

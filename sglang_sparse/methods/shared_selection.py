@@ -22,7 +22,7 @@ class SharedSelection:
     """The lists of one batch, of all sparse layers, in one entry for each page of the KV pool and KV head.
 
     Rows share that memory evenly, so that lists fit unless one row is much longer than the others or attends to much
-    more. It lies outside of CUDA graphs: the graph of a first draft writes it, that of a later one reads it.
+    more. The CUDA graph of a first draft writes it, that of a later one reads it.
 
     Args:
         layers: the sparse layers.
@@ -89,9 +89,9 @@ class SharedSelection:
         """Append the page that a later draft has begun to the lists of its row, in all layers.
 
         Args:
-            slots: ``[n]`` int64, where the first ``n`` rows have their newest tokens; the others pad.
+            slots: ``[rows]`` int64, where the rows have their newest tokens; whatever those have that pad.
         """
-        indices, counts = (part[:, : len(slots)] for part in self._parts())
+        indices, counts = self._parts()
         page = (slots // self._page_size).to(torch.int32)[:, None]
         end = (counts - 1).clamp_min(0).to(torch.int64)
         last = indices.gather(3, end[..., None])[..., 0]

@@ -75,6 +75,8 @@ def begin_pass(
 def _plan(backend: SparseAttentionBackend, batch: ScheduleBatch, states: Sequence[RequestState]) -> DecodePlan:
     if getattr(batch, DENSE_PASS, False):
         return dense_plan(len(states))
+    if getattr(batch, LATER, False) and (plan := backend.plan_later()):
+        return plan
     compacted = any(state.compacted for state in states)
     held = batch.seq_lens_cpu + backend.verified
     plan = plan_decode(backend.groups, held, [state.options for state in states], compacted)

@@ -271,7 +271,8 @@ def draft(backend: Any, step: int, rows: int = len(HELD)) -> Any:
         seq_lens_cpu=lengths,
         out_cache_loc=torch.nn.functional.pad(slots_of(table, lengths - 1, lengths), (0, rows - len(held))),
     )
-    setattr(batch, PLAN, plan_decode(backend.groups, lengths)._replace(later=step > 0))
+    plan = backend.plan_later() if step else None
+    setattr(batch, PLAN, plan or plan_decode(backend.groups, lengths)._replace(later=step > 0))
     backend.begin(batch)
     return batch
 
