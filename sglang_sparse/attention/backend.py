@@ -176,9 +176,16 @@ class SparseAttentionBackend(DelegatingBackend):
         return self._planned or plan_decode(self.groups, seq_lens + self.verified)
 
     @property
-    def shares(self) -> bool:
-        """Whether the drafts of a round share a selection."""
+    def may_share(self) -> bool:
+        """Whether drafts of a round may share a selection on this server."""
         return self._pools.shared is not None
+
+    def shares(self, plan: DecodePlan, rows: int) -> bool:
+        """Whether a batch of so many rows, those that pad among them, has room for what its first draft selects."""
+        shared = self._pools.shared
+        if shared is None or not plan.sparse:
+            return False
+        return shared.fits(rows, max(int(group.n_select.max()) for group in plan.groups))
 
     def reuses(self, plan: DecodePlan) -> bool:
         """Whether a batch attends to what an earlier draft of its round has selected."""
@@ -186,9 +193,9 @@ class SparseAttentionBackend(DelegatingBackend):
         return shared is not None and plan.sparse and plan.later and shared.rows > 0
 
     def plan_later(self) -> DecodePlan | None:
-        """Return the plan of the next draft of a round: the last one's, which shares its selection; None if none does.
+        """Return the last draft's plan for the next one of its round, if that attends to the same selection; else None.
 
-        The token that it has more changes no selection, and planning anew costs the host as much as a short draft.
+        One more token changes no selection, and planning takes the host as long as a short draft takes a GPU.
         """
         later = self._planned._replace(bounded=False, later=True) if self._planned else None
         return later if later and self.reuses(later) else None
@@ -267,7 +274,7 @@ class SparseAttentionBackend(DelegatingBackend):
             self._views = self._rows(rows)
             clear_views(self._views, self.dense.req_to_token_pool.req_to_token)
         if self._pools.shared is not None:
-            self._pools.shared.record(rows, reused=variant == LATER_DRAFT)
+            self._pools.shared.begin_capture(rows, reused=variant == LATER_DRAFT)
 
     def _prepare(self, forward_batch: ForwardBatch) -> None:
         self._pools.warn_of_overflow()
@@ -281,17 +288,17 @@ class SparseAttentionBackend(DelegatingBackend):
         real = rows - getattr(forward_batch, "num_padding", 0)
         plan = self.plan(forward_batch.seq_lens_cpu[:real])
         self.counters.add_decode(plan)
-        if not plan.sparse:
-            return
         shared = self._pools.shared
         if shared is not None:
             shared.reused = self.reuses(plan)
             if shared.reused:
                 self._views = last
                 return
+            # Nothing behind a dense draft, so that one behind that selects anew.
+            shared.rows = rows if self.shares(plan, rows) else 0
+        if not plan.sparse:
+            return
         self._views = self._rows(rows)
-        if shared is not None:
-            shared.begin(rows, max(int(group.n_select.max()) for group in plan.groups))
         load_views(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
 
     def forward(

@@ -133,7 +133,7 @@ def allocate_views(
 
 
 def regrouped_bytes(model: ModelShape, rows: int, queries: int, dtype: torch.dtype) -> int:
-    """Return the bytes of queries and output by KV head and of the mean query, where tokens share a selection.
+    """Return the bytes of queries and output by KV head and of the query that selects, where tokens share a selection.
 
     Args:
         model: the model; values have at most its ``head_dim``.

@@ -125,7 +125,7 @@ class Counters:
     Attributes:
         rectify: what rectification did.
         drafts: what rounds of lossless decoding did; None on servers without it.
-        aux_bytes: bytes of the page summaries on this rank.
+        aux_bytes: bytes of the page summaries, and of the pages that drafts share, on this rank.
         sparse_layers: layers that run sparse.
         index_keys: keys that this project's indexer stored in prefill, over all layers.
         decodes: whether a decode method is at work.

@@ -27,7 +27,7 @@ class GraphVariants:
 
     Args:
         backend: decides which rows run sparse.
-        settings: with ``dense_fallback: never`` only the sparse graph exists, without a decode method only the dense.
+        settings: with ``dense_fallback: never`` there is no dense graph, without a decode method no other.
 
     Attributes:
         capture_labels: the graphs of each size, in the order of their capture.
@@ -35,9 +35,9 @@ class GraphVariants:
 
     def __init__(self, backend: SparseAttentionBackend, settings: Settings):
         self._backend = backend
-        sparse = (SPARSE, LATER_DRAFT) if backend.shares else (SPARSE,)
-        both = sparse if settings.config.dense_fallback == "never" else (DENSE, *sparse)
-        self.capture_labels = both if settings.name else (DENSE,)
+        sparse = (SPARSE, LATER_DRAFT) if backend.may_share else (SPARSE,)
+        decode = sparse if settings.config.dense_fallback == "never" else (DENSE, *sparse)
+        self.capture_labels = decode if settings.name else (DENSE,)
 
     def select(self, forward_batch: ForwardBatch) -> str:
         """Name the graph that a batch replays."""

@@ -50,7 +50,6 @@ class DecodePath:
         self._kv_pool = kv_pool
         self._rope_dim = model.rope_dim
         self._k_caches = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
-        self._first_layer = min(self.layers, default=-1)
         self.last_layer = max(aux.layers, default=-1) if aux.specs else -1
 
     def refresh(self, last_slots: Mapping[int, torch.Tensor]) -> None:
@@ -92,9 +91,6 @@ class DecodePath:
         if save_kv_cache:
             self._write(k, v, layer, slots, rotated.get("k_rope"))
         self._aux.refresh({layer.layer_id: self._k_caches[layer.layer_id]}, slots, before_select=True)
-        shared = self._aux.shared
-        if shared is not None and shared.reused and layer.layer_id == self._first_layer:
-            shared.extend(slots)
         place, method = self._by_layer[layer.layer_id]
         if self._rope_dim:
             output = self._attend_latent(method, q, rotated.get("q_rope"), layer, slots, views[place])
@@ -122,17 +118,12 @@ class DecodePath:
             return method.attend(view, layer.layer_id, query, keys, values, slots, layer.scaling, k_scale, v_scale)
         queries, asking, newest = view.queries, query, slots
         if queries > 1:
-            # One selection for all, by the mean of each head's queries.
-            asking, newest = query.unflatten(0, (-1, queries)).mean(1), slots.view(-1, queries)[:, -1].contiguous()
+            # One selection for all, by the one token that is sure to stay: with others, wrong drafts would choose too.
+            asking = query.unflatten(0, (-1, queries))[:, 0].contiguous()
+            newest = slots.view(-1, queries)[:, -1].contiguous()
             query = _by_kv_head(query, queries, keys.shape[1])
-        shared = self._aux.shared
-        if shared is not None and shared.reused:
-            selected = shared.of(layer.layer_id)
-        else:
-            asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=newest)
-            selected = method.select(asked, layer.layer_id, asking, self._aux)
-            if shared is not None:
-                shared.keep(layer.layer_id, selected)
+        asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=newest)
+        selected = self._select(method, asked, layer.layer_id, asking, slots)
         size, usual = _unit(selected, view)
         output = sparse_decode(
             query,
@@ -150,6 +141,18 @@ class DecodePath:
             queries=queries,
         )
         return output if queries == 1 else _by_token(output, queries, keys.shape[1])
+
+    def _select(
+        self, method: DecodeMethod, view: BatchView, layer_id: int, query: torch.Tensor, slots: torch.Tensor
+    ) -> SparseIndices:
+        """Select for a layer, or return what the first draft of the round selected."""
+        shared = self._aux.shared
+        if shared is not None and shared.reused:
+            return shared.read(layer_id, slots)
+        selected = method.select(view, layer_id, query, self._aux)
+        if shared is not None:
+            shared.store(layer_id, selected)
+        return selected
 
     def _attend_latent(
         self,

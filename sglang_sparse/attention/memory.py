@@ -253,7 +253,7 @@ def aux_bytes_per_token(settings: Settings, model: ModelShape, shares: bool = Fa
     Args:
         settings: the methods.
         model: see ``DecodeMethod.aux_specs``.
-        shares: whether the drafts of a round share a selection, see ``shares_selection``.
+        shares: see ``shares_selection``.
     """
     per_page = sum(spec.bytes_per_page * len(spec.layers or ()) for spec in settings.decode.aux_specs(model))
     if shares:
@@ -261,10 +261,12 @@ def aux_bytes_per_token(settings: Settings, model: ModelShape, shares: bool = Fa
     return -(-per_page // settings.config.page_size)
 
 
-def shares_selection(settings: Settings, server_args: object) -> bool:
-    """Whether the drafts of a round share a selection: on a server that drafts for itself, if all methods allow it."""
-    drafts = arguments.drafts_itself(arguments.of(server_args))
-    return drafts and all(method.verifies for method in settings.decode.methods)
+def shares_selection(settings: Settings, model: ModelShape, given: object) -> bool:
+    """Whether drafts of a round may share a selection: several of the server's own, if all methods select pages so."""
+    server_args = arguments.of(given)
+    several = arguments.drafts_itself(server_args) and (server_args.speculative_num_steps or 1) > 1
+    pages = all(one.verifies and one.block_size == settings.config.page_size for one in settings.decode.methods)
+    return several and pages and not model.rope_dim
 
 
 def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigurator, num_layers: int) -> int:
@@ -276,7 +278,7 @@ def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigura
     if settings is None or kvc.is_draft_worker:
         return cell_size
     model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
-    return cell_size + aux_bytes_per_token(settings, model, shares_selection(settings, kvc.server_args))
+    return cell_size + aux_bytes_per_token(settings, model, shares_selection(settings, model, kvc.server_args))
 
 
 def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: object) -> int:
@@ -343,7 +345,7 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device)
-    if shares := shares_selection(settings, configurator.server_args):
+    if shares := shares_selection(settings, model, configurator.server_args):
         later = (arguments.of(configurator.server_args).speculative_num_steps or 1) - 1
         pools.shared = SharedSelection(layers, model.num_kv_heads, num_pages, page_size, later, configurator.device)
     per_token = aux_bytes_per_token(settings, model, shares)

@@ -34,8 +34,8 @@ ATTRIBUTE = "sglang_sparse_report"
 COUNTERS = {
     "decode_rows": "Requests decoded, counted once in every decode pass they were part of.",
     "dense_fallback_rows": "Of the decoded rows, those that ran dense: too short, in too small a batch, or on request.",
-    "pages_attended": "KV pages attended to in sparse decode passes, per row, sparse layer and KV head of this rank.",
-    "pages_held": "KV pages held by the rows of sparse decode passes, per row, sparse layer and KV head of this rank.",
+    "pages_attended": "KV pages attended to, counted when selected, per row, sparse layer and KV head of this rank.",
+    "pages_held": "KV pages held by the rows that select, per row, sparse layer and KV head of this rank.",
     "overflowed_layer_rows": "Rows of sparse decode passes, per sparse layer, that needed more pages than their method "
     "allows and attended to all.",
     "rectifying_steps": "Decode steps that carried a dense pass to rectify approximate KV.",
@@ -64,7 +64,7 @@ GAUGES = {
     "over the last report interval; 0 if no row was rectified.",
     "rectify_max_delay_steps": "The most decode steps that a rectified row had waited beyond its rectification "
     "interval, over the last report interval; 0 if no row was rectified.",
-    "aux_bytes": "Bytes of the page summaries of this rank, outside its KV pool.",
+    "aux_bytes": "Bytes of this rank's page summaries and of the pages that drafts share, outside its KV pool.",
 }
 # Those of a prefill method, published only if there is one.
 PREFILL_COUNTERS = {

@@ -90,7 +90,7 @@ HOOKS = (
         "hf_config",
         "AFTER",
         "attention.cuda_graphs:add_variants",
-        "capture a dense and a sparse decode graph for every batch size, and choose between them for each batch",
+        "capture dense and sparse decode graphs for every batch size, and choose between them for each batch",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls",

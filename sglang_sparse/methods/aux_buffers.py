@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class AuxBuffers:
     """The method's buffers, one a sparse layer and declared ``AuxSpec``, indexed by KV page id.
 
-    An entry is a pure function of its page's keys, so this class has no life cycle: whoever holds a page holds its
+    An entry is a pure function of its page's keys, so entries have no life cycle: whoever holds a page holds its
     entries.
 
     Args:
@@ -32,7 +32,7 @@ class AuxBuffers:
         measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
         kv_bytes_per_token: what a token takes in SGLang's pool on this rank, see ``kv_bytes_per_token``.
         kept: what the requests keep of their prompts, for each ``PromptSelector``.
-        shared: what the drafts of a round share, where they do.
+        shared: what the drafts of a round share; None where they do not.
     """
 
     def __init__(
@@ -145,8 +145,12 @@ class AuxBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        entries = sum(buffer.nbytes for layers in self._buffers.values() for buffer in layers.values())
-        return entries + (self.shared.nbytes if self.shared else 0)
+        return self.entry_bytes + (self.shared.nbytes if self.shared else 0)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(buffer.nbytes for layers in self._buffers.values() for buffer in layers.values())
 
 
 def page_ends(slots: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What the layers selected for the first draft of a round, which the drafts behind it attend to as well.
 
-A few tokens later nearly the same pages are best, and a draft that chooses none reads no summaries. No source: MagicDec
-(arXiv 2408.11049) drafts with one selection for a whole answer, the paper's ReSA has one for each token.
+Tokens that follow one another need nearly the same pages, and a draft that selects none reads no summaries. Source:
+contextual locality, TriForce (arXiv 2404.11912), section 3.2, which selects anew after some rounds, here each round.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ SHARED_BYTES = 4
 class SharedSelection:
     """The lists of one batch, of all sparse layers, in one entry for each page of the KV pool and KV head.
 
-    Rows share that memory evenly, so that lists fit unless one row is much longer than the others or attends to much
-    more. The CUDA graph of a first draft writes it, that of a later one reads it.
+    Rows share this memory evenly, so that lists fit unless a row is much longer than the others or attends to nearly
+    all its pages, or the pool has few pages for each row. The CUDA graph of a first draft writes it, that of a later
+    one reads it.
 
     Args:
         layers: the sparse layers.
@@ -33,8 +34,8 @@ class SharedSelection:
         device: of the KV pool.
 
     Attributes:
-        rows: of the batch whose lists these are, with those that pad a graph; 0 where they did not fit.
-        reused: whether the pass that runs, or is recorded, attends to these lists.
+        rows: of the batch whose lists these are, with those that pad a graph; 0 where nothing is stored.
+        reused: whether the pass that runs, or is captured, attends to these lists.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class SharedSelection:
     ) -> None:
         self._place = {layer: place for place, layer in enumerate(sorted(layers))}
         self._kv_heads, self._page_size, self._later = kv_heads, page_size, later
-        self._memory = torch.zeros(len(layers), num_pages * kv_heads, dtype=torch.int32, device=device)
+        entries = -(-num_pages * kv_heads // ALIGNED) * ALIGNED
+        self._memory = torch.zeros(len(layers), entries, dtype=torch.int32, device=device)
         self.rows, self.reused = 0, False
 
     @property
@@ -54,6 +56,16 @@ class SharedSelection:
         # The counts take an entry of each list.
         return max(0, self._memory.shape[1] // (self._kv_heads * rows) - 1) // ALIGNED * ALIGNED
 
+    def fits(self, rows: int, longest: int) -> bool:
+        """Whether there is room for so many rows that attend to at most ``longest`` pages in the first draft."""
+        return longest + self._later <= self._width(rows)
+
+    def begin_capture(self, rows: int, reused: bool) -> None:
+        """Prepare to capture a graph of so many rows, all of them padding; see the attributes."""
+        self.rows = rows if self._width(rows) else 0
+        self.reused = reused and self.rows > 0
+        self._memory.zero_()
+
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return lists ``[layers, rows, kv_heads, width]`` and their counts ``[layers, rows, kv_heads]``, in place."""
         lists, width = self.rows * self._kv_heads, self._width(self.rows)
@@ -61,18 +73,9 @@ class SharedSelection:
         indices = self._memory[:, : lists * width].unflatten(1, (*shape, width))
         return indices, self._memory[:, lists * width :][:, :lists].unflatten(1, shape)
 
-    def begin(self, rows: int, longest: int) -> None:
-        """Make room for a batch in which a row attends to at most ``longest`` pages; ``rows`` as the attribute."""
-        self.rows = rows if longest + self._later <= self._width(rows) else 0
-
-    def record(self, rows: int, reused: bool) -> None:
-        """Prepare to record a graph of so many rows, all of them padding."""
-        self.rows = rows if self._width(rows) else 0
-        self.reused = reused and self.rows > 0
-        self._memory.zero_()
-
-    def keep(self, layer_id: int, selected: SparseIndices) -> None:
-        """Copy what a layer has selected for the first draft, unless it did not fit."""
+    def store(self, layer_id: int, selected: SparseIndices) -> None:
+        """Copy what a layer has selected for the first draft, if `rows` says that it fits."""
+        assert selected.unit == "page"
         if not self.rows:
             return
         (indices, counts), place = self._parts(), self._place[layer_id]
@@ -80,18 +83,20 @@ class SharedSelection:
         indices[place, :, :, :width].copy_(selected.indices[:, :, :width])
         counts[place].copy_(selected.counts)
 
-    def of(self, layer_id: int) -> SparseIndices:
-        """Return what a later draft attends to."""
-        (indices, counts), place = self._parts(), self._place[layer_id]
-        return SparseIndices(indices[place], counts[place])
-
-    def extend(self, slots: torch.Tensor) -> None:
-        """Append the page that a later draft has begun to the lists of its row, in all layers.
+    def read(self, layer_id: int, slots: torch.Tensor) -> SparseIndices:
+        """Return what a later draft attends to in a layer: in the first one, lists of all layers are extended.
 
         Args:
-            slots: ``[rows]`` int64, where the rows have their newest tokens; whatever those have that pad.
+            layer_id: the layer; they come in order.
+            slots: ``[rows]`` int64, where the rows have their newest tokens; any for those that pad.
         """
-        indices, counts = self._parts()
+        (indices, counts), place = self._parts(), self._place[layer_id]
+        if place == 0:
+            self._extend(indices, counts, slots)
+        return SparseIndices(indices[place], counts[place])
+
+    def _extend(self, indices: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor) -> None:
+        """Append the page of each row's newest token, where it has just begun."""
         page = (slots // self._page_size).to(torch.int32)[:, None]
         end = (counts - 1).clamp_min(0).to(torch.int64)
         last = indices.gather(3, end[..., None])[..., 0]

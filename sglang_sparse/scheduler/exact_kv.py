@@ -80,7 +80,6 @@ def _plan(backend: SparseAttentionBackend, batch: ScheduleBatch, states: Sequenc
     compacted = any(state.compacted for state in states)
     held = batch.seq_lens_cpu + backend.verified
     plan = plan_decode(backend.groups, held, [state.options for state in states], compacted)
-    # The plan of a dense batch is shared by all of its size.
     return plan._replace(bounded=getattr(batch, BOUNDED, False), later=getattr(batch, LATER, False))
 
 

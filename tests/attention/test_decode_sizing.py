@@ -157,7 +157,7 @@ def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_that_a_verification_asks_for_together_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What splits hand on for each, queries and outputs by KV head, and the mean query; for graphs and beside them."""
+    """What splits hand on, queries and outputs by KV head, and the query that selects; for graphs and without them."""
     shape = ModelShape(36, 4, 1, 128, torch.bfloat16)
     monkeypatch.setattr(memory, "model_shape", lambda *_: shape)
     sizes = (20, 1, 128, 128, -(-(CONTEXT + EXTRA) // 160), 16, torch.bfloat16, torch.bfloat16, torch.device("cpu"))

@@ -203,26 +203,27 @@ def test_a_wrong_token_that_is_accepted_is_noticed(target, sampled, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("context", "fields", "steps"),
+    ("context", "fields", "shares", "steps"),
     [
         # A long context beside small weights, shorter ones, and one whose config says itself that sparse steps pay.
-        (200_000, {}, STEPS),
-        (20_000, {}, 3),
-        (16_500, {}, 0),
-        (20_000, {"crossover_tokens": 0}, STEPS),
-        (200_000, {"sparse": False}, 0),
+        (200_000, {}, True, STEPS),
+        (20_000, {}, True, 3),
+        (20_000, {}, False, 0),
+        (16_500, {}, True, 0),
+        (20_000, {"crossover_tokens": 0}, False, STEPS),
+        (200_000, {"sparse": False}, True, 0),
     ],
 )
-def test_how_much_is_drafted(target: Target, context: int, fields: dict[str, Any], steps: int) -> None:
+def test_how_much_is_drafted(target: Target, context: int, fields: dict[str, Any], shares: bool, steps: int) -> None:
     config = {name: value for name, value in fields.items() if name != "sparse"}
     groups = build("resa", {"rectify_interval": 0, **config}).decode
     options = SimpleNamespace(decode=groups, sparse=fields.get("sparse", True), lossless=True)
     weights = torch.nn.Module()
     weights.weight = torch.nn.Parameter(torch.empty(2**26, dtype=torch.bfloat16, device="meta"))
     pool = SimpleNamespace(size=2**18)
-    setattr(pool, memory.ATTRIBUTE, SimpleNamespace(kv_bytes_per_token=2**17, nbytes=2**18 * 2**13))
+    setattr(pool, memory.ATTRIBUTE, SimpleNamespace(kv_bytes_per_token=2**17, entry_bytes=2**18 * 2**13))
     target.model_runner = SimpleNamespace(
-        attn_backend=SimpleNamespace(groups=groups, shares=True),
+        attn_backend=SimpleNamespace(groups=groups, shares=lambda *_: shares),
         model_config=SimpleNamespace(num_hidden_layers=28),
         model=weights,
         token_to_kv_pool=pool,

@@ -104,9 +104,9 @@ DRAFTS: dict[str, Any] = {"slots": 160, "drafts": 3, "config": {"rectify_interva
 DRAFT_VARIANTS: tuple[dict[str, Any], ...] = (
     {**DRAFTS, "overlap": True},
     {**DRAFTS, "overlap": False, "drafts": 6, "page_size": 1},
-    {**DRAFTS, "overlap": True, "drafts": 1, "page_size": 8, "config": {**CROSSING, "rectify_interval": 0}},
+    {**DRAFTS, "overlap": True, "drafts": 4, "config": {**CROSSING, "layers": "1", "rectify_interval": 0}},
     {**DRAFTS, "overlap": True, "drafts": 5, "method": "rocketkv", "slots": 240},
-    {**DRAFTS, "overlap": False, "slots": 480, "chunk": 64, "prefill": {"dense_tail": 5}},
+    {**DRAFTS, "overlap": False, "drafts": 1, "page_size": 8, "slots": 480, "chunk": 64, "prefill": {"dense_tail": 5}},
     {**PARTS, "overlap": False, "drafts": 3, "config": {"layers": {"0": {}, "1": RESA_PART}, "rectify_interval": 0}},
 )
 # A drafter of SGLang's beside sparse prefill alone: trees of tokens and of pairs of them, with little memory, prompts

@@ -94,17 +94,17 @@ class StepBytes:
         return VERIFICATION * (self.weights(rows * width) + dense) / (self.weights(rows) + dense)
 
 
-def best_steps(draft: float, acceptance: float, most: int, verification: float = VERIFICATION) -> int:
+def best_steps(draft: float, acceptance: float, most: int, once: float = VERIFICATION) -> int:
     """Return how many tokens to draft, 0 to ``most``.
 
     Args:
         draft: what a draft takes, in dense steps.
         acceptance: the probability that a draft is right, where those before it are.
         most: drafts a round.
-        verification: what it takes, in dense steps, with all else that a round takes once.
+        once: what a round takes once, the verification above all, in dense steps.
     """
     tokens = accumulate((acceptance**step for step in range(1, most + 1)), initial=1.0)
-    gains = [found / (step * draft + verification) for step, found in enumerate(tokens)]
+    gains = [found / (step * draft + once) for step, found in enumerate(tokens)]
     best = max(range(1, most + 1), key=gains.__getitem__)
     return best if gains[best] > GAIN else 0
 

@@ -1,8 +1,8 @@
-"""CUDA graphs of lossless decoding: one set for the verification, and one pair for decode steps.
+"""CUDA graphs of lossless decoding: one set for the verification, and one for decode steps.
 
 With a speculative algorithm SGLang records its decode graphs at the width of a verification. Here a round has decode
 steps besides: drafts, which run sparse, and the step of a batch that drafts nothing, which runs dense. They have a
-runner of their own with both variants, as on a server without speculation, over the same attention backend.
+runner of their own with all variants, as on a server without speculation, over the same attention backend.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DecodeGraphs:
     """The graphs of decode steps, recorded after those of the verification.
 
     Args:
-        runner: the model's; its attention backend has both variants.
+        runner: the model's; its attention backend has the variants.
 
     Attributes:
         gigabytes: device memory that they took.

@@ -4,8 +4,8 @@ The drafts' keys and values lie in the slots of their positions; the dense pass 
 and reads only what dense passes wrote. So all KV that stays is exact, and so is every token: the one that the dense
 pass chooses. A wrong draft costs the tokens behind it.
 
-Source: self-speculation with sparse attention, MagicDec (arXiv 2408.11049), section 3, with the selection of each round
-in place of a fixed one, and with coupled noise in place of rejection sampling (``sampling.py``).
+Source: self-speculation with sparse attention, MagicDec (arXiv 2408.11049), with a selection of each round or step in
+place of a fixed one, and with coupled noise in place of rejection sampling (``sampling.py``).
 """
 
 from __future__ import annotations
@@ -139,13 +139,14 @@ class SparseSelfWorker(BaseSpecWorker):
             return self.speculative_num_steps if plan.sparse else 0
         layers = self._runner.model_config.num_hidden_layers
         costs, tokens = self._step_bytes, int(batch.seq_lens_cpu.sum())
-        draft, choice = costs.draft(plan, groups, tokens, layers), costs.choice(len(plan.covered), tokens)
-        verification = costs.verification(len(plan.covered), self.speculative_num_draft_tokens, tokens)
-        if self._backend.shares:
-            verification += choice
+        rows = len(plan.covered)
+        draft, choice = costs.draft(plan, groups, tokens, layers), costs.choice(rows, tokens)
+        once = costs.verification(rows, self.speculative_num_draft_tokens, tokens)
+        if self._backend.shares(plan, rows):
+            once += choice
         else:
             draft += choice
-        return best_steps(draft, self._acceptance.rate, self.speculative_num_steps, verification)
+        return best_steps(draft, self._acceptance.rate, self.speculative_num_steps, once)
 
     @cached_property
     def _step_bytes(self) -> StepBytes:
@@ -156,7 +157,7 @@ class SparseSelfWorker(BaseSpecWorker):
         experts = sum(weight.nbytes for module in routers for weight in module.parameters())
         routed = (routers[0].top_k or 0) / routers[0].num_experts if routers else 0.0
         fixed = weights - experts + LAYER_BYTES * layers
-        return StepBytes(fixed, summaries.kv_bytes_per_token, summaries.nbytes / pool.size, experts, routed)
+        return StepBytes(fixed, summaries.kv_bytes_per_token, summaries.entry_bytes / pool.size, experts, routed)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         sampled = not (batch.sampling_info.is_all_greedy or batch.is_prefill_only)
