@@ -31,10 +31,10 @@ def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     if width == 0:
         return out.zero_()
     slots, valid = token_slots(inputs.indices[:, :, :width], inputs.counts, inputs.last_slots, inputs.page_size)
-    heads = torch.arange(num_kv_heads, device=q.device)[:, None]
-    keys = k_cache[slots, heads].float()  # [B, Hkv, T, d]
-    # An unwritten slot may hold NaN, which a weight of zero does not remove.
-    values = v_cache[slots, heads].float().masked_fill_(~valid[..., None], 0.0)
+    # An unwritten slot may hold NaN, which a weight of zero does not remove; that of a row's newest token is written.
+    newest = torch.where(inputs.counts > 0, inputs.last_slots[:, None], 0)
+    slots = torch.where(valid, slots, newest[:, :, None])
+    keys, values = _gather(k_cache, slots), _gather(v_cache, slots)
     query = q.float().view(batch, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     logits = query @ keys.transpose(-1, -2) * (inputs.sm_scale * inputs.k_scale)
     seen = _causal(inputs, valid).repeat_interleave(num_q_heads // num_kv_heads // inputs.queries, dim=2)
@@ -44,6 +44,16 @@ def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     result.masked_fill_((inputs.counts == 0)[:, :, None, None], 0.0)
     out.copy_(result.reshape(out.shape))
     return out
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return what a cache holds for each KV head in its slots ``[B, Hkv, T]``, float32 ``[B, Hkv, T, d]``."""
+    heads = torch.arange(cache.shape[1], device=cache.device)[:, None]
+    if cache.is_contiguous() and cache.dtype.itemsize > 1:
+        # Several times as fast as two indices; it knows no float8.
+        found = cache.flatten(0, 1).index_select(0, (slots * cache.shape[1] + heads).flatten())
+        return found.view(*slots.shape, -1).float()
+    return cache[slots, heads].float()
 
 
 def _causal(inputs: Inputs, valid: torch.Tensor) -> torch.Tensor:
