@@ -85,7 +85,9 @@ class ServerProcess:
         self.timeout = timeout
         self.start_seconds = 0.0
         self.process: subprocess.Popen[bytes] | None = None
-        self.client = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+        # SGLang closes connections that were idle for five seconds, and a request could meet one that closes.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        self.client = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, limits=limits)
 
     def start(self) -> ServerProcess:
         """Start the process and return when it answers a generation request."""
