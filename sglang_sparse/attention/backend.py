@@ -294,7 +294,7 @@ class SparseAttentionBackend(DelegatingBackend):
             if shared.reused:
                 self._views = last
                 return
-            # Nothing behind a dense draft, so that one behind that selects anew.
+            # A dense draft stores nothing, so that the next one has to select.
             shared.rows = rows if self.shares(plan, rows) else 0
         if not plan.sparse:
             return
