@@ -21,6 +21,7 @@ def _cells(paths: Sequence[Path]) -> list[dict[str, Any]]:
         about = {"model": Path(header["server"]["model_path"]).name, "backend": header["server"]["decode_backend"]}
         about |= {"asked": f"{header['n']} x {header['context']}", "answers": header["n"]}
         about |= {"batch": header["batch"], "length": header["context"], "simulated": header["simulated"]}
+        about |= {"peers": header["peers"]}
         rows += [{**about, **row, **row["counters"]} for row in found]
     return rows
 
@@ -50,32 +51,33 @@ def acceptance(paths: Sequence[Path]) -> str:
 
 
 def speed(paths: Sequence[Path]) -> str:
-    """A line for each shape and attention backend whose acceptance was simulated: what a round takes and gives.
+    """A line for each cell with simulated acceptance or other dense servers: what a round takes and gives.
 
-    Ratios are against the fastest dense decode of a shape in all files.
+    Ratios are against the fastest dense decode of a shape in all files and their peers.
 
     Raises:
         EvaluationError: a file lacks cells.
     """
-    rows = [row for row in _cells(paths) if row["simulated"] is not None]
+    rows = [row for row in _cells(paths) if row["simulated"] is not None or row["peers"]]
     for row in rows:
-        row["drafts"] = row["draft_steps"] / row["verified_rounds"]
+        row["drafts"] = row["draft_steps"] / max(row["verified_rounds"], 1)
         # Requests end at different times: a round has as many of them as have drafts.
-        row["given"] = 1 + row["accepted_tokens"] / row["drafted_tokens"] * row["drafts"]
+        row["given"] = 1 + row["accepted_tokens"] / max(row["drafted_tokens"], 1) * row["drafts"]
         row["round"] = row["tpot"] * row["given"]
-        row["fastest"] = min(other["dense_tpot"] for other in rows if other["shape"] == row["shape"])
+        row["fastest"] = min(other["dense_ratio"] * other["tpot"] for other in rows if other["shape"] == row["shape"])
         row["gain"] = row["fastest"] / row["tpot"]
     columns: list[Column] = [
         ("model", text("model")),
         ("requests", text("batch")),
         ("context", length),
         ("attention", text("backend")),
+        ("text", text("text")),
         ("drafts right", percent("acceptance")),
         ("drafts a round", number("drafts", 1)),
         ("tokens a round", number("given", 1)),
         ("ms a round", number("round", 1, 1e3)),
         ("ms a token", number("tpot", 1, 1e3)),
-        ("dense, ms a token", number("dense_tpot", 1, 1e3)),
+        ("fastest dense, ms a token", number("fastest", 1, 1e3)),
         ("times the fastest dense", number("gain", 2)),
     ]
     return table(rows, columns)
