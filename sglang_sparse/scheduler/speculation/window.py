@@ -45,7 +45,7 @@ class Window:
     def of(cls, batch: ScheduleBatch, width: int, seeds: torch.Tensor | None) -> Window:
         """Return the window of a decode batch, whose slots SGLang has allocated."""
         held = batch.seq_lens.to(torch.int64)
-        positions = held[:, None] + torch.arange(width, device=held.device)
+        positions = held[:, None] if width == 1 else held[:, None] + torch.arange(width, device=held.device)
         table = batch.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices.to(torch.int64)[:, None], positions].to(torch.int64)
         late = cast("Carried", batch.spec_info).late_lengths

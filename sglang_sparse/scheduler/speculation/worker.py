@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -126,7 +126,10 @@ class SparseSelfWorker(BaseSpecWorker):
         """
         if batch.forward_mode.is_extend():
             return self._prefill(batch, on_publish)
-        return self._round(batch, self._steps(batch), on_publish, grammar_barrier)
+        steps = self._steps(batch)
+        if steps:
+            return self._round(batch, steps, on_publish, grammar_barrier)
+        return self._step(batch, on_publish, grammar_barrier)
 
     def _steps(self, batch: ScheduleBatch) -> int:
         """How many tokens to draft: none where drafts would run dense, and cost as much as a verification.
@@ -183,48 +186,63 @@ class SparseSelfWorker(BaseSpecWorker):
             return None
         return seeds_of(_requests(batch), self._seed, batch.seq_lens.device)
 
+    def _step(self, batch: ScheduleBatch, on_publish: Publish | None, barrier: Barrier | None) -> GenerationBatchResult:
+        """Run a dense decode step: a round without drafts, in as few operations as there can be."""
+        window = Window.of(batch, 1, self._seeds(batch))
+        # SGLang's backends plan on the host.
+        window.settle()
+        chain = _last_tokens(batch)[:, None]
+        view = window.dense_step(batch, chain)
+        lengths = view.seq_lens
+        if on_publish is not None:
+            # Known beforehand, so that the host prepares the next step while this one runs.
+            on_publish(lengths)
+        result = self._run(view, window)
+        target = self._targets(batch, result, window, chain, barrier).reshape(-1)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, _output(result), target, chain_stride=1)
+        self._drafted.append((0, [False] * len(target)))
+        return GenerationBatchResult(
+            logits_output=result.logits_output,
+            next_token_ids=target,
+            accept_lens=_one_each(len(target), target.device),
+            new_seq_lens=lengths,
+            next_draft_input=Carried(target, lengths),
+            speculative_num_draft_tokens=1,
+            can_run_cuda_graph=result.can_run_cuda_graph,
+            extra_keep_alive_refs=[window, chain],
+        )
+
     def _round(
         self, batch: ScheduleBatch, steps: int, on_publish: Publish | None, barrier: Barrier | None
     ) -> GenerationBatchResult:
-        """Draft ``steps`` tokens a row and verify them; without drafts this is a dense decode step.
+        """Draft ``steps`` tokens a row and verify them.
 
         A verification has the same width always, for which SGLang's attention backends are made: tokens behind the
         drafts repeat the last one, and may be accepted like any other.
         """
-        width = self.speculative_num_draft_tokens if steps else 1
-        window, info = Window.of(batch, width, self._seeds(batch)), batch.sampling_info
-        if not (steps and self._backend.attends_alone):
+        width = self.speculative_num_draft_tokens
+        window = Window.of(batch, width, self._seeds(batch))
+        if not self._backend.attends_alone:
             # SGLang's backends plan on the host.
             window.settle()
-        if on_publish is not None and not steps:
-            # Known beforehand, so that the host prepares the next step while this one runs.
-            on_publish(window.held + 1)
         chain = self._draft(batch, window, steps)
-        tree = GrammarTree.from_linear_chain(chain) if batch.has_grammar else None
-        result = self._run(window.verification(batch, chain) if steps else window.dense_step(batch, chain), window)
-        output = _output(result)
-        logits = _biased(_logits(output), info, width)
-        if tree is not None:
-            mask = build_grammar_vocab_mask(
-                reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
-            )
-            if mask is not None:
-                mask.apply(logits)
-        target = self._choose(logits, window.positions.reshape(-1), info, window.seeds, width).view_as(chain)
-        lossy = [bool(steps) and not options.lossless for options in _options(batch)]
+        result = self._run(window.verification(batch, chain), window)
+        target = self._targets(batch, result, window, chain, barrier)
+        lossy = [not options.lossless for options in _options(batch)]
         if any(lossy):
             target = _with_drafts(target, chain, steps, to_device(lossy, torch.bool, target.device))
         right = (chain[:, 1:] == target[:, :-1]).to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
-        if SIMULATE_ACC_LEN > 0 and steps:
+        if SIMULATE_ACC_LEN > 0:
             right = simulated(SIMULATE_ACC_LEN, len(chain), width, chain.device).clamp(max=steps)
         lengths = window.held + right + 1
         if batch.return_logprob:
-            compute_spec_logprobs(batch, output, target.reshape(-1), chain_stride=width)
-        if on_publish is not None and steps:
+            compute_spec_logprobs(batch, _output(result), target.reshape(-1), chain_stride=width)
+        if on_publish is not None:
             on_publish(lengths)
         self._drafted.append((steps, lossy))
         return GenerationBatchResult(
-            logits_output=output,
+            logits_output=result.logits_output,
             next_token_ids=target.reshape(-1),
             accept_lens=right + 1,
             new_seq_lens=lengths,
@@ -234,9 +252,29 @@ class SparseSelfWorker(BaseSpecWorker):
             extra_keep_alive_refs=[window, chain],
         )
 
+    def _targets(
+        self,
+        batch: ScheduleBatch,
+        result: GenerationBatchResult,
+        window: Window,
+        chain: torch.Tensor,
+        barrier: Barrier | None,
+    ) -> torch.Tensor:
+        """Return what a dense pass over ``[rows, width]`` tokens chooses behind each of them, as many."""
+        info, width = batch.sampling_info, chain.shape[1]
+        logits = _biased(_logits(_output(result)), info, width)
+        if batch.has_grammar:
+            tree = GrammarTree.from_linear_chain(chain)
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs, tree=tree, sampling_info=info, device=logits.device, barrier=barrier
+            )
+            if mask is not None:
+                mask.apply(logits)
+        return self._choose(logits, window.positions.reshape(-1), info, window.seeds, width).view_as(chain)
+
     def _draft(self, batch: ScheduleBatch, window: Window, steps: int) -> torch.Tensor:
         """Return each row's last token and what is drafted behind it, ``[rows, width]`` int64."""
-        tokens = [cast("Carried", batch.spec_info).bonus_tokens.reshape(-1).to(torch.int64)]
+        tokens = [_last_tokens(batch)]
         for step in range(steps):
             output = _output(self._run(window.step(batch, tokens[-1], step), window))
             logits = _biased(_logits(output), batch.sampling_info, 1)
@@ -296,6 +334,15 @@ def _options(batch: ScheduleBatch) -> list[RequestOptions]:
     options = [state.options for state in states if state is not None]
     assert len(options) == len(states), "made by the passes of the prompts"
     return options
+
+
+def _last_tokens(batch: ScheduleBatch) -> torch.Tensor:
+    return cast("Carried", batch.spec_info).bonus_tokens.reshape(-1).to(torch.int64)
+
+
+@cache
+def _one_each(rows: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(rows, dtype=torch.int32, device=device)
 
 
 def _with_drafts(target: torch.Tensor, chain: torch.Tensor, steps: int, rows: torch.Tensor) -> torch.Tensor:
