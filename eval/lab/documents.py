@@ -159,6 +159,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
     "lossless": lambda: lossless.acceptance(sorted(RESULTS.glob("lossless-*"))),
     "lossless-speed": lambda: lossless.speed(sorted(RESULTS.glob("lossless-*"))),
+    "chains": lambda: decode.decode(*sorted(RESULTS.glob("chain-*"))),
     "quality-perplexity": lambda: quality.perplexities(_file(f"{QUALITY.lower()}-resa-ppl", RESULTS / "real")),
     "quality-drift": lambda: tables.drift(_file(f"{QUALITY.lower()}-resa-drift", RESULTS / "real")),
     "quality-theta": lambda: quality.thetas(sorted((RESULTS / "real").glob("*-anchor.json"))),
