@@ -123,6 +123,7 @@ class Counters:
         keeps: the stages at a prompt's end, of the decode methods that have one.
 
     Attributes:
+        device: the device of the model on this rank.
         rectify: what rectification did.
         drafts: what rounds of lossless decoding did; None on servers without it.
         aux_bytes: bytes of the page summaries, and of the pages that drafts share, on this rank.
@@ -145,6 +146,7 @@ class Counters:
         keeps: Sequence[KeepPath] = (),
     ):
         self.select_stats = select_stats
+        self.device = select_stats.device
         self.rectify = RectifyCounts()
         self.drafts: DraftCounts | None = None
         self.aux_bytes = aux_pools.nbytes
@@ -257,7 +259,7 @@ class Counters:
         prefill = {name: totals.pop(f"prefill_{name}") for name in names}
         fractions = [own.max_active_fraction for own in self._selections if own.max_active_fraction is not None]
         return {
-            "device": gpu_name(self.select_stats.device),
+            "device": gpu_name(self.device),
             "versions": package_versions(),
             "method": self._settings.name,
             "config": {
@@ -277,7 +279,7 @@ class Counters:
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
-            "allocator": allocator_counts(self.select_stats.device),
+            "allocator": allocator_counts(self.device),
             **({"index_keys_prefilled": self.index_keys} if self._dsa and not self._dsa.native("indexer") else {}),
             **({"parts": self._groups_snapshot(counted)} if len(self._selections) > 1 else {}),
             **({"kept": sum_counts([path.snapshot() for path in self.keeps])} if self.keeps else {}),

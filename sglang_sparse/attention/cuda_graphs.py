@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
@@ -77,4 +77,4 @@ def add_variants(found: object, model: object) -> object:
 
 def no_post_capture_sizing(original: Callable[[object], bool], server_args: object) -> bool:
     """Around ``post_capture_kv_sizing_planned``: never with sparsity, whose buffers are sized with the KV pool."""
-    return original(server_args) if settings_of(server_args) is None else False
+    return original(server_args) if hooked_settings_of(server_args) is None else False

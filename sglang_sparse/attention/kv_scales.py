@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.attention.protocols import KVPool
 from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.errors import SparseArgumentError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def complete_scales(_: None, *, model: torch.nn.Module, kv_cache_dtype: str) -> 
     from sglang.srt.runtime_context import get_server_args
 
     server_args = arguments.of(get_server_args())
-    settings = settings_of(server_args)
+    settings = hooked_settings_of(server_args)
     algo = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
     quantized = server_args.kv_cache_dtype == "auto" and is_float8(algo)
     if settings is None or not (quantized or server_args.kv_cache_dtype == "fp8_e4m3"):
@@ -79,6 +79,7 @@ def attend_in_the_cache(dense: object, model: torch.nn.Module) -> None:
 def kv_bytes_per_token(kv_pool: KVPool) -> int:
     """Bytes of a token in SGLang's pool over all its layers: keys and values or latents, and an indexer's keys."""
     names = ("kv_buffer",) if hasattr(kv_pool, "kv_buffer") else ("k_buffer", "v_buffer")
-    slots = sum(buffer[0].nbytes for name in names for buffer in getattr(kv_pool, name))
+    # The pool of a model with shared indexers has empty buffers.
+    slots = sum(buffer[:1].nbytes for name in names for buffer in getattr(kv_pool, name))
     pages = getattr(kv_pool, "index_k_with_scale_buffer", ())
-    return slots + sum(buffer[0].nbytes for buffer in pages) // kv_pool.page_size
+    return slots + sum(buffer[:1].nbytes for buffer in pages) // kv_pool.page_size

@@ -15,7 +15,7 @@ from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.attention.prompt_selection import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
 from sglang_sparse.attention.protocols import KVPool
 from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import prefill_chunk, settings_of
+from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
@@ -274,7 +274,7 @@ def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigura
 
     Called more than once at start, so it must stay pure.
     """
-    settings = settings_of(kvc.server_args)
+    settings = hooked_settings_of(kvc.server_args)
     if settings is None or kvc.is_draft_worker:
         return cell_size
     model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
@@ -290,7 +290,7 @@ def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: o
     Raises:
         SparseArgumentError: nothing remains; ``got`` is the memory in bytes.
     """
-    settings = settings_of(kvc.server_args)
+    settings = hooked_settings_of(kvc.server_args)
     if settings is None or kvc.is_draft_worker:
         return available
     from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
@@ -327,7 +327,7 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     Raises:
         RuntimeError: the KV pool is not SGLang's plain one for the method's kind of attention.
     """
-    settings = settings_of(configurator.server_args)
+    settings = hooked_settings_of(configurator.server_args)
     if settings is None or configurator.is_draft_worker:
         return
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool

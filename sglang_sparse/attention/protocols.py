@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache import radix_cache, unified_radix_cache
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -84,6 +85,7 @@ class ModelRunner(Protocol):
     forward: Callable[[Any], Any]
     is_draft_worker: bool
     kv_index_translator: Any
+    layer_info: ModelLayerInfo
     model: torch.nn.Module
     model_config: ModelConfig
     req_to_token_pool: ReqToTokenPool

@@ -88,6 +88,11 @@ class Settings:
         return _resolved(self.prefill.config, self.prefill_rules) if self.prefill else {}
 
     @property
+    def passes_through(self) -> bool:
+        """Whether SGLang computes what it computes without the methods, and this plugin only observes."""
+        return self.prefill is None and self.method.passes_through
+
+    @property
     def check_exactness(self) -> bool:
         """Whether an idle server proves that its prefix cache is exact."""
         return self.config.check_exactness or (self.prefill is not None and self.prefill.config.check_exactness)
@@ -189,6 +194,15 @@ def settings_of(server_args: object) -> Settings | None:
             # Resolved arguments never change, and are read several times a step.
             _LAST[0] = server_args, settings
     return settings
+
+
+def hooked_settings_of(server_args: object) -> Settings | None:
+    """Return the settings of a server whose SGLang is to behave differently, or None.
+
+    What only observes a server asks `settings_of`.
+    """
+    settings = settings_of(server_args)
+    return None if settings is None or settings.passes_through else settings
 
 
 # The last record that was read after its resolution, and its settings.

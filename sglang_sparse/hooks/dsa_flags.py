@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config.machine import Gpu, on_gpu
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.methods.dsa import kernel_choice
 from sglang_sparse.methods.dsa.decode import NATIVE, PORTABLE, Dsa, DsaConfig
@@ -112,7 +112,7 @@ def keep_replaced_backend(original: Callable[..., dict[str, object]], args: obje
     Returns:
         SGLang's declarations of its backends.
     """
-    settings = settings_of(args)
+    settings = hooked_settings_of(args)
     if settings is None or not isinstance(settings.method, Dsa) or settings.method.native("attention"):
         return original(args)
     return {}
@@ -131,7 +131,7 @@ def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
     graphs = args.cuda_graph_config
     if not isinstance(settings.method, Dsa) or graphs is None or graphs.prefill.backend == "disabled":
         return
-    if settings.method.native("indexer") and graphs.prefill.backend == "breakable":
+    if settings.passes_through or (settings.method.native("indexer") and graphs.prefill.backend == "breakable"):
         return
     logger.warning(
         "sglang_sparse: prefill runs without CUDA graphs (%s); the indexer cannot be in them", graphs.prefill.backend
@@ -156,7 +156,7 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
         SparseArgumentError: the requested choice is impossible, or an argument contradicts it.
     """
     config = settings.config
-    if not isinstance(config, DsaConfig):
+    if not isinstance(config, DsaConfig) or settings.passes_through:
         return settings
     require_dtype(args, settings, _model(args).dtype, on_gpu(gpu))
     facts = _facts(args, gpu)
@@ -195,7 +195,6 @@ def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
         frozenset(name for name in kernel_choice.PACKAGES if gpu != here or find_spec(name)),
         args.kv_cache_dtype,
         model.num_attention_heads // args.tp_size,
-        model.hf_text_config.index_topk,
         (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
         kernel_choice.raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
     )

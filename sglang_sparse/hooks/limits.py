@@ -180,6 +180,13 @@ FLAG_LIMITS = (
     ),
 )
 
+# Of servers that leave all to SGLang, which judges everything else.
+PASSED_THROUGH_LIMITS = (
+    FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode"), _UNSEEN),
+    FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
+    FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
+)
+
 # Of servers with a decode method that does not verify drafts.
 DECODE_LIMITS = (
     FlagLimit(

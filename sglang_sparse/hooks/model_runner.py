@@ -14,7 +14,7 @@ from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
 from sglang_sparse.attention.kv_scales import attend_in_the_cache
 from sglang_sparse.attention.protocols import ModelRunner
 from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.hooks import apply, refusals
 from sglang_sparse.hooks.layer_checks import require_layers
 from sglang_sparse.hooks.table import HOOKS
@@ -34,7 +34,7 @@ def wrap_attention_backend(
         RuntimeError: a hook is not applied in this process, or the page summaries were never allocated.
     """
     backend = original(runner, dense)
-    settings = settings_of(runner.server_args)
+    settings = hooked_settings_of(runner.server_args)
     if settings is None or runner.is_draft_worker:
         return backend
     apply.verify()
@@ -68,7 +68,7 @@ def hook_method(original: Callable[[ModelRunner], None], runner: ModelRunner) ->
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    settings = settings_of(runner.server_args)
+    settings = hooked_settings_of(runner.server_args)
     name = settings.name if settings else None
     found = tuple(hook for hook in HOOKS if hook.method and hook.method == name and apply.here(hook))
     new = [hook for hook in found if hook.target not in HookRegistry._hooks]

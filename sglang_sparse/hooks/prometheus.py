@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.attention.native_counts import counters_of
 from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.config.settings import settings_of
 
@@ -300,13 +301,16 @@ class IntervalReport:
 
 def start(info: dict[str, object], scheduler: Scheduler, *_: object) -> None:
     """After ``Scheduler.get_init_info``: create the metrics, on a rank that reports."""
-    if settings_of(scheduler.server_args) is None:
+    settings = settings_of(scheduler.server_args)
+    if settings is None:
         return
     reporter = scheduler.metrics_reporter
-    counters = getattr(scheduler.tp_worker.model_runner.attn_backend, "counters", None)
+    runner = scheduler.tp_worker.model_runner
+    ours = settings.passes_through or hasattr(runner.attn_backend, "counters")
     publishes = reporter.current_scheduler_metrics_enabled
-    if counters is None or not (publishes or reporter.is_stats_logging_rank):
+    if not ours or not (publishes or reporter.is_stats_logging_rank):
         return
+    counters = counters_of(runner, settings)
     metrics = Metrics(reporter.metrics_collector, counters) if publishes else None
     copy = DeviceCopy(counters.device_stats, scheduler.forward_stream if scheduler.enable_overlap else None)
     report = IntervalReport(counters, copy, metrics, reporter.is_stats_logging_rank, reporter.last_decode_stats_tic)

@@ -20,6 +20,7 @@ from sglang_sparse.hooks.limits import (
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
     MODEL_LIMITS,
+    PASSED_THROUGH_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
     VERIFY_LIMITS,
@@ -67,8 +68,9 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     Raises:
         SparseArgumentError: names every refused flag, its value and the reason.
     """
-    has_gpu = on_gpu(gpu)
     methods = settings.decode.methods
+    if settings.passes_through:
+        return _require_followed(args, settings)
     limits = dict.fromkeys((*FLAG_LIMITS, *(limit for one in methods for limit in one.flag_limits)))
     if settings.name and not all(method.verifies for method in methods):
         limits |= dict.fromkeys(DECODE_LIMITS)
@@ -100,13 +102,24 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     if settings.check_exactness and args.disable_radix_cache:
         message = f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache"
         raise SparseArgumentError(message, field="check_exactness", got=True, hint="leave one of them out")
-    if not has_gpu:
-        allowed = dense_backends(settings.decode.attention, gpu=False)
-        for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
-            flag, got = f"--{name.replace('_', '-')}", getattr(args, name)
-            if got in GPU_ONLY_BACKENDS:
-                message = f"{flag} {got} needs a GPU and this machine has none"
-                raise SparseArgumentError(message, field=flag, got=got, allowed=allowed)
+    if not on_gpu(gpu):
+        _require_cpu_backends(args, settings)
+
+
+def _require_followed(args: Arguments, settings: Settings) -> None:
+    """Refuse what this plugin cannot follow where SGLang computes all."""
+    _require_none(args, PASSED_THROUGH_LIMITS, f"{settings.flag} cannot run with")
+    if drafts_itself(args):
+        _require_drafts(args, settings)
+
+
+def _require_cpu_backends(args: Arguments, settings: Settings) -> None:
+    for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        flag, got = f"--{name.replace('_', '-')}", getattr(args, name)
+        if got in GPU_ONLY_BACKENDS:
+            message = f"{flag} {got} needs a GPU and this machine has none"
+            allowed = dense_backends(settings.decode.attention, gpu=False)
+            raise SparseArgumentError(message, field=flag, got=got, allowed=allowed)
 
 
 def require_drafter(args: Arguments) -> None:
@@ -234,16 +247,18 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     Raises:
         SparseArgumentError: has the value and the allowed ones.
     """
-    _require_unpenalised(args)
-    _require_verifier(args, gpu)
-    _require_verified(args, settings)
-    _require_prefill(args, settings)
-    _require_window(args, settings)
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
     for name in args.get_attention_backends():
         if name not in allowed:
             message = f"{settings.flag}: attention backend {name!r} is not supported"
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=allowed)
+    if settings.passes_through:
+        return
+    _require_unpenalised(args)
+    _require_verifier(args, gpu)
+    _require_verified(args, settings)
+    _require_prefill(args, settings)
+    _require_window(args, settings)
     if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
         message = f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries"
         allowed = ("breakable", "disabled")
@@ -333,6 +348,8 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     """
     # SGLang caches the result of ``get_model_config``, and its own arguments are not resolved yet.
     model = args.new_model_config()
+    if settings.passes_through:
+        return _require_fit(settings.flag, model, settings.decode.refuse(model))
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
     _require_fit(settings.flag, model, "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds))
     with within(f"--sparse-config of {settings.name}"):

@@ -33,7 +33,8 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
         sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
         options = _validate(settings, manager, sampling.get("custom_params"))
         tokenized = original(manager, obj, *args, **kwargs)
-        if (width := tokenized.sampling_params.beam_width or 1) > 1:
+        width = tokenized.sampling_params.beam_width or 1
+        if width > 1 and not (settings.passes_through and not options.forced_tokens):
             raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
         server = arguments.of(manager.server_args)
         if arguments.drafts_itself(server):

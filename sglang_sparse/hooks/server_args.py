@@ -57,10 +57,11 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             args.sparse_config = json.dumps(settings.resolved)
         if args.sparse_prefill_method:
             _publish_prefill_config(args, settings)
-        if args.page_size is None:
+        if args.page_size is None and not settings.passes_through:
             args.page_size = settings.config.page_size
         refusals.require_before(args, settings)
-        _choose_chain(args)
+        if not settings.passes_through:
+            _choose_chain(args)
         super().resolve_once()
         if args.model_path.lower() not in ("none", "dummy"):
             # Now includes settings that depend on the model.

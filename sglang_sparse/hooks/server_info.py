@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.attention.counters import KEY
+from sglang_sparse.attention.native_counts import counters_of
 from sglang_sparse.attention.protocols import Scheduler
 from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+logger = logging.getLogger(__name__)
 
 
 def report_active(info: dict[str, object], scheduler: Scheduler, *_: object) -> None:
@@ -18,16 +25,47 @@ def report_active(info: dict[str, object], scheduler: Scheduler, *_: object) -> 
     Raises:
         UnsupportedSGLangError: SGLang has built a prefix cache other than the hooked one.
     """
-    if settings_of(scheduler.server_args) is not None:
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    settings = settings_of(scheduler.server_args)
+    if settings is None:
+        return
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-        tree = scheduler.tree_cache
-        if not isinstance(tree, UnifiedRadixCache):
-            raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache; its inserts are not hooked")
-        backend = scheduler.tp_worker.model_runner.attn_backend
-        if type(backend).__name__ == "SparseAttentionBackend":
-            info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method
-            info["sparse_prefill_method"] = arguments.of(scheduler.server_args).sparse_prefill_method
+    tree, backend = scheduler.tree_cache, scheduler.tp_worker.model_runner.attn_backend
+    if settings.passes_through:
+        runs = _runs_dsa(backend)
+        if runs:
+            _announce(scheduler, settings)
+    elif isinstance(tree, UnifiedRadixCache):
+        runs = type(backend).__name__ == "SparseAttentionBackend"
+    else:
+        raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache; its inserts are not hooked")
+    if runs:
+        info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method
+        info["sparse_prefill_method"] = arguments.of(scheduler.server_args).sparse_prefill_method
+
+
+def _runs_dsa(backend: AttentionBackend) -> bool:
+    """Whether SGLang has built its own backend for DSA, alone or within those that divide batches or layers."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    inner = (one for one in vars(backend).values() if isinstance(one, AttentionBackend))
+    return isinstance(backend, DeepseekSparseAttnBackend) or any(map(_runs_dsa, inner))
+
+
+def _announce(scheduler: Scheduler, settings: Settings) -> None:
+    """Say once for all ranks what runs."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.tp_rank == parallel.pp_rank == 0 and not parallel.dp_rank:
+        counts = counters_of(scheduler.tp_worker.model_runner, settings)
+        logger.info(
+            "sglang_sparse: method %s, %d layers, as without it: SGLang computes, this plugin counts; kernels %s",
+            settings.decode.described,
+            counts.sparse_layers,
+            settings.method.kernels(""),
+        )
 
 
 def require_active_schedulers(
@@ -39,7 +77,8 @@ def require_active_schedulers(
         RuntimeError: a scheduler came up without the sparse backend.
     """
     settings = settings_of(server_args)
-    if settings is None:
+    # Behind SGLang's data-parallel controller no scheduler can report, and what passes through needs no proof.
+    if settings is None or (settings.passes_through and (arguments.of(server_args).dp_size or 1) > 1):
         return
     from sglang.srt.entrypoints.engine import SchedulerInitResult
 
@@ -55,5 +94,6 @@ def require_active_schedulers(
 
 def add_internal_state(output: Any, scheduler: Scheduler, *_: object) -> None:
     """After ``Scheduler.get_internal_state``: add the counters under ``sparse``."""
-    if settings_of(scheduler.server_args) is not None:
-        output.internal_state[KEY] = scheduler.tp_worker.model_runner.attn_backend.counters.snapshot()
+    settings = settings_of(scheduler.server_args)
+    if settings is not None:
+        output.internal_state[KEY] = counters_of(scheduler.tp_worker.model_runner, settings).snapshot()

@@ -98,6 +98,8 @@ class DecodeMethod:
         selects_in_model: the model chooses before it attends, and the method hooks into that. `select` is never called,
             and every layer goes to the dense backend, which attends to what was chosen. Models that select by
             themselves are served by such methods only, and no request may ask to run dense.
+        passes_through: SGLang computes all of it with its own kernels, so that no pass is hooked and SGLang alone
+            judges flags and models; what it did is counted.
         view_buffers: what `select`, or what takes its place, uses of the view's large buffers; others are not
             allocated. Where that depends on the server, see `buffers`.
         fp8_kv: it serves a KV cache of float8_e4m3fn.
@@ -118,6 +120,7 @@ class DecodeMethod:
     exact: bool = False
     decides_on_device: ClassVar[bool] = False
     selects_in_model: ClassVar[bool] = False
+    passes_through: bool = False
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
     fp8_kv: bool = True
     needs_float8: bool = True

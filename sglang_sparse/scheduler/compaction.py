@@ -29,7 +29,7 @@ import torch
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.attention.protocols import KVPool, PrefillAdder, RadixTree, Req, ScheduleBatch, Scheduler
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.methods.roles import PromptSelector
 from sglang_sparse.scheduler.request_fields import (
     leave_tree,
@@ -202,7 +202,7 @@ def compact_running(running: ScheduleBatch | None, scheduler: Scheduler, *_: obj
     A request does so at the first step at which it would attend to a part of what it sees: in none that follows it
     could attend to all, as it only grows, and from then on its batches run sparse whatever the crossover says.
     """
-    settings = settings_of(scheduler.server_args)
+    settings = hooked_settings_of(scheduler.server_args)
     if running is None:
         # Where memory is short SGLang leaves a step out.
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from sglang_sparse.attention.native_counts import native_counts
 from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
@@ -18,7 +19,7 @@ from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_window
 from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, LATER
 from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
-from sglang_sparse.scheduler.request_state import RequestState, ensure_state, state_of
+from sglang_sparse.scheduler.request_state import RequestState, ensure_state, options_of, state_of
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
@@ -35,9 +36,13 @@ def begin_pass(
     settings = settings_of(model_runner.server_args)
     if settings is None or model_runner.is_draft_worker:
         return
+    if settings.passes_through:
+        native_counts(model_runner, settings).follow(forward_batch, batch)
+        forced_tokens.prepare(forward_batch, batch, [options_of(settings, request) for request in batch.reqs])
+        return
     backend = model_runner.attn_backend
     states = [ensure_state(settings, backend.counters.rectify, request) for request in batch.reqs]
-    forced_tokens.prepare(forward_batch, batch, states)
+    forced_tokens.prepare(forward_batch, batch, [state.options for state in states])
     prefill_chunks.begin(backend, forward_batch, batch)
     prompt_windows.begin(backend, forward_batch, batch)
     mode = batch.forward_mode

@@ -18,7 +18,7 @@ from sglang_sparse.config.settings import settings_of
 from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
-    from sglang_sparse.scheduler.request_state import RequestState
+    from sglang_sparse.config.request_options import RequestOptions
 
 # The attribute of the ForwardBatch that is sampled from. Passes that SGLang rebuilds from it are not.
 ATTRIBUTE = "sglang_sparse_forced"
@@ -37,14 +37,14 @@ class Forced:
     tokens: torch.Tensor
 
 
-def prepare(forward_batch: ForwardBatch, batch: ScheduleBatch, states: Sequence[RequestState]) -> None:
+def prepare(forward_batch: ForwardBatch, batch: ScheduleBatch, options: Sequence[RequestOptions]) -> None:
     """Leave on a batch which of its rows are forced, and to what.
 
     A row that holds n tokens of KV with the newest one samples output token n - prompt length.
     """
     found = []
-    for row, (request, state) in enumerate(zip(batch.reqs, states, strict=True)):
-        forced = state.options.forced_tokens
+    for row, (request, own) in enumerate(zip(batch.reqs, options, strict=True)):
+        forced = own.forced_tokens
         position = int(batch.seq_lens_cpu[row]) - len(request.origin_input_ids) if forced else -1
         if 0 <= position < len(forced):
             found.append((row, forced[position]))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.protocols import ForwardBatch, PrefillAdder, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
 from sglang_sparse.scheduler.compaction import room_for_a_copy
 from sglang_sparse.scheduler.partial_batch import DENSE_PASS
@@ -43,7 +43,7 @@ def current_settings() -> Settings | None:
         server_args = get_server_args()
     except ValueError:
         return None
-    return settings_of(server_args)
+    return hooked_settings_of(server_args)
 
 
 def keys_pairs() -> bool:

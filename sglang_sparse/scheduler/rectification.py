@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.attention.protocols import ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
-from sglang_sparse.config.settings import prefill_chunk, settings_of
+from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
@@ -131,7 +131,7 @@ def run_step(
     original: Callable[..., object], worker: ModelWorker, batch: ScheduleBatch | None, *args: object, **kwargs: object
 ) -> object:
     """Around ``TpModelWorker.forward_batch_generation``: launch a decode step, with rectification where due."""
-    settings = settings_of(worker.server_args)
+    settings = hooked_settings_of(worker.server_args)
     if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
         return original(worker, batch, *args, **kwargs)
     backend = worker.model_runner.attn_backend
@@ -151,7 +151,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
         SGLang's output of the last pass, with the logits of all rows.
     """
     step = None
-    if settings_of(runner.server_args) is not None and not runner.is_draft_worker:
+    if hooked_settings_of(runner.server_args) is not None and not runner.is_draft_worker:
         runner.attn_backend.begin(forward_batch)
         step = runner.attn_backend.rectifying
     if not isinstance(step, Rectification):
@@ -220,7 +220,7 @@ def follow_results(original: Callable[..., None], scheduler: Scheduler, batch: S
 
     With ``rectify_on_finish`` these are finished requests, to the end, and with SGLang's drafts the rows that are due.
     """
-    settings = settings_of(scheduler.server_args)
+    settings = hooked_settings_of(scheduler.server_args)
     config = settings.rectify if settings else None
     if config is None or not batch.forward_mode.is_decode():
         return original(scheduler, batch, result)

@@ -49,7 +49,7 @@ def test_attention_reads_what_was_written(kind: str, interpreted: bool, monkeypa
 
 def test_what_sglang_writes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In servers of other methods, with native attention, and with KV in the model's own dtype."""
-    native = Rows(**PASSES["dense decode"]).backend({"implementation": "native"})
+    native = Rows(**PASSES["dense decode"]).backend({"implementation": "auto"})
     asked: list[int] = []
     for backend, float8 in ((None, True), (native, True), (Rows(**PASSES["dense decode"]).backend(), False)):
         monkeypatch.setattr(latents, "served_backend", lambda found=backend: found)
@@ -62,14 +62,14 @@ def test_what_sglang_writes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("portable", torch.float8_e4m3fn, row_bytes(LATENT, ROPE)),
         ("portable", torch.bfloat16, "SGLang's"),
-        ("native", torch.float8_e4m3fn, "SGLang's"),
+        ("auto", torch.float8_e4m3fn, "SGLang's"),
     ],
 )
 def test_the_kv_pool_is_sized_by_rows_with_their_scales(
     implementation: str, dtype: torch.dtype, width: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
-    monkeypatch.setattr(latents, "settings_of", lambda _: build("dsa", {"implementation": implementation}))
+    monkeypatch.setattr(latents, "hooked_settings_of", lambda _: build("dsa", {"implementation": implementation}))
     model = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
     assert latents.row_width(lambda **_: "SGLang's", model_config=model, kv_cache_dtype=dtype) == width
 

@@ -18,8 +18,8 @@ def no_original(*_: Any, **__: Any) -> torch.Tensor:
     raise AssertionError("SGLang's own function ran")
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, fused: bool = True, implementation: str = "auto") -> Any:
-    method = build("dsa", {"implementation": implementation}).method
+def serve(monkeypatch: pytest.MonkeyPatch, fused: bool = True) -> Any:
+    method = build("dsa", {"implementation": "auto"}).method
     backend = SimpleNamespace(method=method, view=None, dense=SimpleNamespace(use_fused_topk=fused))
     monkeypatch.setattr(native_indexer, "served_backend", lambda: backend)
     return backend
@@ -129,7 +129,7 @@ def test_what_sglang_prepares_for_its_own_kernels_is_left_out_with_them(
 
 
 def test_sglangs_own_selection_is_asked_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(monkeypatch, implementation="native")
+    monkeypatch.setattr(native_indexer, "served_backend", lambda: None)
     arguments = [object() for _ in range(8)]
     given: list[Any] = []
 

@@ -20,7 +20,9 @@ from sglang_sparse.methods.dsa.decode import STAGES
         ("portable", "breakable", "disabled"),
         ("portable", "disabled", "disabled"),
         ("native", "breakable", "breakable"),
-        ("native", "full", "disabled"),
+        ("native", "full", "full"),
+        ("auto", "breakable", "breakable"),
+        ("auto", "full", "disabled"),
     ],
 )
 def test_prefill_graphs_that_the_indexer_cannot_be_in(

@@ -119,6 +119,16 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", value="other"),
         ),
     ),
+    "PASSED_THROUGH_LIMITS": (
+        {"sparse_method": "dsa", "sparse_config": {"implementation": "native"}},
+        "--sparse-method dsa cannot run with ",
+        (
+            on("gRPC serving", "smg_grpc_mode"),
+            on("gRPC serving", "grpc_mode"),
+            on("several tokenizer workers", "tokenizer_worker_num", 2),
+            Trigger("the Rust server", variable="SGLANG_RUST_SERVER"),
+        ),
+    ),
     "DECODE_LIMITS": (
         {"sparse_method": "rocketkv"},
         "--sparse-method rocketkv cannot run with ",

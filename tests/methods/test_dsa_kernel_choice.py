@@ -18,7 +18,7 @@ from sglang_sparse.tools import dry_run
 
 PACKAGES = frozenset({"deep_gemm", "sgl_kernel"})
 AMPERE, ADA, HOPPER, BLACKWELL, DESKTOP = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
-GPU = Facts(HOPPER, PACKAGES, kv_dtype="auto", heads=16, topk=2048)
+GPU = Facts(HOPPER, PACKAGES, kv_dtype="auto", heads=16)
 CPU = replace(GPU, capability=None)
 LAID_OUT = (
     "SGLang keeps float8 KV with scales of a latent of 512 and a rotated key of 64, and the model's have 256 and 64"
@@ -46,7 +46,6 @@ LAID_OUT = (
         (replace(GPU, heads=128), "auto"),
         (replace(GPU, heads=64, capability=BLACKWELL), "auto"),
         (replace(GPU, heads=96, capability=BLACKWELL), "portable"),
-        (replace(GPU, topk=512), "auto"),
     ],
 )
 def test_auto(facts: Facts, expected: str) -> None:
@@ -54,8 +53,7 @@ def test_auto(facts: Facts, expected: str) -> None:
 
 
 def test_what_is_asked_for_is_what_runs() -> None:
-    assert [resolve(asked, GPU) for asked in ("native", "portable")] == ["native", "portable"]
-    assert resolve("portable", CPU) == "portable"
+    assert [resolve("portable", facts) for facts in (GPU, CPU)] == ["portable"] * 2
     # SGLang's kernels, but for the selection: which of two equal tokens it takes is left open.
     assert STAGES["auto"] == {"indexer": "native", "topk": "portable", "attention": "native"}
     assert all(set(STAGES[choice].values()) == {choice} for choice in ("native", "portable"))
@@ -64,17 +62,17 @@ def test_what_is_asked_for_is_what_runs() -> None:
 @pytest.mark.parametrize(
     ("facts", "asked", "expected"),
     [
-        (CPU, "native", "got 'native', allowed: auto, portable; not native: this machine has no GPU"),
-        (replace(GPU, capability=ADA), "native", "9.x and 10.x, and this GPU has 8.9"),
-        (replace(GPU, capability=DESKTOP), "native", "this GPU has 12.0"),
         (
             replace(GPU, capability=(7, 5)),
             "auto",
             "got 'auto', allowed: nothing; not native: SGLang's kernels are for compute capabilities 9.x and 10.x, and "
             "this GPU has 7.5; not portable: it needs compute capability 8.0 or later, and this GPU has 7.5",
         ),
-        (replace(GPU, topk=512), "native", "takes 2048 tokens, and the model's index_topk is 512"),
-        (replace(GPU, heads=48), "native", "a multiple of 64 query heads a rank, and there are 48"),
+        (
+            replace(GPU, heads=48, kv_dtype="fp8_e4m3", latent=(256, 64)),
+            "portable",
+            f"got 'portable', allowed: nothing; not portable: {LAID_OUT}",
+        ),
         (
             replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64)),
             "auto",
@@ -136,7 +134,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(dsa_flags, "find_spec", lambda name: object() if name in installed else None)
-        text = SimpleNamespace(index_topk=2048, kv_lora_rank=512, qk_rope_head_dim=64)
+        text = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64)
         model = SimpleNamespace(num_attention_heads=128, hf_text_config=text, dtype=dtype)
         monkeypatch.setattr(dsa_flags, "_model", lambda _: model)
 
@@ -158,8 +156,6 @@ def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[i
     assert args.kv_cache_dtype == "bfloat16"
     with refused("--dsa-decode-backend", "fa3"):
         settled(Args(dsa_decode_backend="fa3"))
-    with refused("implementation", "native"):
-        settled(Args('{"implementation": "native"}'))
     args = Args(kv_cache_dtype="fp8_e4m3")
     assert settled(args).implementation == "portable"
     assert (args.dsa_prefill_backend, args.kv_cache_dtype) == ("tilelang", "fp8_e4m3")
@@ -167,7 +163,7 @@ def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[i
 
 def test_what_cannot_start_on_a_gpu_does_not(gpu) -> None:
     gpu(HOPPER, installed=PACKAGES - {"deep_gemm"})
-    for choice in ("auto", "native", "portable"):
+    for choice in ("auto", "portable"):
         with refused("sglang"):
             settled(Args(json.dumps({"implementation": choice})))
     gpu(HOPPER, dtype=torch.float16)
@@ -215,6 +211,14 @@ def test_where_it_was_not_measured_it_says_so(
     assert ("over float8 KV with all stages portable alone; this GPU has" in caplog.text) is warns
 
 
+@pytest.mark.parametrize("capability", [(7, 5), ADA, HOPPER])
+def test_sglang_alone_judges_what_it_computes_alone(capability: tuple[int, int], gpu) -> None:
+    gpu(capability, dtype=torch.float16, installed=frozenset())
+    args = Args('{"implementation": "native"}', dsa_topk_backend="flashinfer", kv_cache_dtype="fp8_e5m2")
+    before = dict(vars(args))
+    assert settled(args).implementation == "native" and vars(args) == before
+
+
 def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
     gpu(HOPPER)
     args = Args(dsa_decode_backend="fa3", kv_cache_dtype="fp8_e4m3")
@@ -239,7 +243,10 @@ def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
             "--dsa-decode-backend is trtllm and the attention is portable",
         ),
         ("portable", True, "--dsa-decode-backend fa3", "--dsa-decode-backend is fa3 and the attention is portable"),
-        ("native", False, "", "not native: this machine has no GPU"),
+        ("native", False, "", None),
+        ("native", True, "--kv-cache-dtype fp8_e5m2 --speculative-algorithm EAGLE --tp 8 --dp 8", None),
+        ("native", True, "--attention-backend triton", "attention backend 'triton' is not supported"),
+        ("native", True, "--tokenizer-worker-num 2", "several tokenizer workers (got 2): the options of its requests"),
     ],
 )
 def test_a_dry_run_judges_it_as_a_start_does(choice: str, gpu: bool, flags: str, expected: str | None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from sglang_sparse.attention.dsa.indexer import served_backend
 from sglang_sparse.attention.protocols import KVPool, ModelConfig
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.methods.dsa.decode import Dsa
 from sglang_sparse_kernels.latent_rows import row_bytes, write_latents
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
@@ -33,7 +33,7 @@ def row_width(original: Callable[..., int], *, model_config: ModelConfig, kv_cac
     """
     from sglang.srt.runtime_context import get_server_args
 
-    settings = settings_of(get_server_args())
+    settings = hooked_settings_of(get_server_args())
     portable = settings is not None and isinstance(settings.method, Dsa) and not settings.method.native("attention")
     if not portable or kv_cache_dtype != torch.float8_e4m3fn:
         return original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)

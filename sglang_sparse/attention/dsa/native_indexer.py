@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_sparse.attention.dsa.indexer import served_backend
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.methods.dsa.decode import Dsa
 from sglang_sparse_kernels.index_topk.choose import select
 
@@ -32,7 +32,7 @@ def choose(
     """Around ``DSAIndexerMetadata.topk_transform``: choose the best, ties to the lowest position.
 
     Args:
-        original: SGLang's function, for servers without the method, or with a native selection.
+        original: SGLang's function, for servers without the method.
         logits: ``[queries, columns]`` float32; may be overwritten.
         topk: tokens that a query attends to at most.
         ks: ``[queries]`` int32, the column of each query's first token; None: all begin in the first.
@@ -46,7 +46,7 @@ def choose(
         the KV where SGLang makes one; or positions within each row where SGLang looks them up itself.
     """
     backend = served_backend()
-    if backend is None or backend.method.native("topk"):
+    if backend is None:
         some = {"batch_idx_list": batch_idx_list, "topk_indices_offset_override": topk_indices_offset_override}
         return original(metadata, logits, topk, ks, cu_seqlens_q, ke_offset, **some)
     batch = metadata.attn_metadata
@@ -71,7 +71,8 @@ def schedule(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     """
 
     def metadata(lengths: torch.Tensor, *args: object) -> torch.Tensor:
-        if _native("indexer"):
+        method = _method()
+        if method is None or method.native("indexer"):
             return original(lengths, *args)
         return torch.zeros(1, dtype=torch.int32, device=lengths.device)
 
@@ -86,11 +87,12 @@ def plan(original: Callable[..., torch.Tensor | None], dense: object, lengths: t
         dense: its backend.
         lengths: ``[rows]`` int32.
     """
-    return original(dense, lengths) if _native("topk") else None
+    return original(dense, lengths) if _method() is None else None
 
 
-def _native(stage: str) -> bool:
+def _method() -> Dsa | None:
+    """The method of this process's server, whose selection is never SGLang's."""
     from sglang.srt.runtime_context import get_server_args
 
-    settings = settings_of(get_server_args())
-    return settings is None or not isinstance(settings.method, Dsa) or settings.method.native(stage)
+    settings = hooked_settings_of(get_server_args())
+    return settings.method if settings is not None and isinstance(settings.method, Dsa) else None

@@ -131,6 +131,7 @@ class Dsa(DecodeMethod):
     def __init__(self, config: DsaConfig):
         super().__init__(config)
         self.stages = STAGES[config.implementation]
+        self.passes_through = config.implementation == NATIVE
 
     def native(self, stage: str) -> bool:
         """Whether SGLang's own kernels run a stage: "indexer", "topk" or "attention"."""
@@ -149,7 +150,10 @@ class Dsa(DecodeMethod):
     def refuse(self, model_config: Architecture) -> str | None:
         """Refuse a model without an indexer, or with one that the kernels do not serve."""
         config = model_config.hf_text_config
-        if getattr(config, "index_topk", None) is None or model_config.attention_arch.name != "MLA":
+        trained = getattr(config, "index_topk", None) is not None
+        if trained and self.passes_through:
+            return None
+        if not trained or model_config.attention_arch.name != "MLA":
             return (
                 "dsa needs a model with a trained indexer (index_topk in its config, as DeepSeek-V3.2 has); methods "
                 "that need no training: resa, rocketkv or skip_softmax for MHA and GQA models, robsa for MLA models"
@@ -206,15 +210,13 @@ class Dsa(DecodeMethod):
         """
         rows, latent = view.n_pages.shape[0], model.head_dim - model.rope_dim
         if self.native("attention"):
-            return 0 if self.native("topk") else 4 * rows * self._columns(view.page_table.shape[1])
+            return 4 * rows * self._columns(view.page_table.shape[1])
         return sparse_mla_decode.scratch_bytes(rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)
 
     def selection_bytes(self, queries: int, width: int, device: torch.device) -> int:
         """Logits of as many queries as are served at a time, or what choosing from SGLang's takes in addition; SGLang
         divides its own by the memory that it finds free.
         """
-        if self.native("topk"):
-            return 0
         return choose.scratch_bytes(queries, self._columns(width), device, self.native("indexer"))
 
     def _columns(self, tokens: int) -> int:

@@ -20,8 +20,6 @@ PACKAGES: Mapping[str, str] = {"deep_gemm": "sgl-deep-gemm", "sgl_kernel": "sgla
 LEAST_CAPABILITY = (8, 0)
 # One that runs all there is.
 BEST = (9, 0)
-# SGLang's selection in prefill is compiled for this number of tokens.
-NATIVE_TOPK = 2048
 # Latent and rotated key of which SGLang keeps float8 KV with scales.
 FLOAT8_LATENT = (512, 64)
 # The one that keeps float8 KV without scales, and SGLang's own choice for it on Blackwell.
@@ -37,7 +35,6 @@ class Facts:
         packages: those of ``PACKAGES`` that can be imported.
         kv_dtype: ``--kv-cache-dtype`` as it was given.
         heads: query heads of a tensor-parallel rank.
-        topk: the model's ``index_topk``.
         latent: the model's ``kv_lora_rank`` and ``qk_rope_head_dim``.
         raw: whether SGLang's attention would keep float8 KV without scales, see ``raw_latents``.
     """
@@ -46,7 +43,6 @@ class Facts:
     packages: frozenset[str]
     kv_dtype: str
     heads: int
-    topk: int
     latent: tuple[int, int] = FLOAT8_LATENT
     raw: bool = False
 
@@ -76,7 +72,7 @@ def resolve(asked: str, facts: Facts) -> str:
     """Choose the kernels of a server that starts: "auto" stays where SGLang's run, and is "portable" elsewhere.
 
     Args:
-        asked: "auto", "native" or "portable".
+        asked: "auto" or "portable"; whether "native" runs, SGLang judges.
         facts: the machine and the model.
 
     Returns:
@@ -90,11 +86,9 @@ def resolve(asked: str, facts: Facts) -> str:
     for choice, reason in reasons.items():
         if reason is None:
             return choice
-    # What refuses "auto" first refuses "native" too.
     whys = dict.fromkeys(f"not {NATIVE if choice == AUTO else choice}: {reason}" for choice, reason in reasons.items())
-    others = [choice for choice in (PORTABLE, NATIVE) if choice not in tried and not _refuse(choice, facts)]
-    allowed = [AUTO, *others] if others else ["nothing"]
-    refused = f"got {asked!r}, allowed: {', '.join(allowed)}; {'; '.join(whys)}"
+    allowed = f"{AUTO}, {NATIVE}" if asked == PORTABLE and not _refuse(AUTO, facts) else "nothing"
+    refused = f"got {asked!r}, allowed: {allowed}; {'; '.join(whys)}"
     raise SparseArgumentError(refused, field="implementation", got=asked)
 
 
@@ -113,10 +107,10 @@ def _refuse(choice: str, facts: Facts) -> str | None:
                 f"{dotted(facts.capability)}"
             )
         return None
-    return _refuse_native(choice, facts)
+    return _refuse_native(facts)
 
 
-def _refuse_native(choice: str, facts: Facts) -> str | None:
+def _refuse_native(facts: Facts) -> str | None:
     if facts.capability is None:
         return "this machine has no GPU"
     majors = " and ".join(f"{major}.x" for major in NATIVE_MAJORS)
@@ -125,8 +119,6 @@ def _refuse_native(choice: str, facts: Facts) -> str | None:
     reasons = {
         f"SGLang's kernels are for compute capabilities {majors}, and this GPU has "
         f"{dotted(facts.capability)}": facts.capability[0] not in NATIVE_MAJORS,
-        f"SGLang's selection takes {NATIVE_TOPK} tokens, and the model's index_topk is {facts.topk}": choice == NATIVE
-        and facts.topk != NATIVE_TOPK,
         f"SGLang's kernels take a divisor or a multiple of {padded} query heads a rank, and there are "
         f"{facts.heads}": facts.heads % padded != 0 and padded % facts.heads != 0,
     }
