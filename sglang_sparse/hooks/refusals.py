@@ -50,7 +50,8 @@ def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = Fals
     try:
         require_before(args, settings, gpu)
         settings = fit_prefill(args, settings)
-        require_model(args, settings, stand_in)
+        if not settings.passes_through:
+            require_model(args, settings, stand_in)
         require_after(args, dsa_flags.choose_kernels(args, settings, gpu), gpu)
     except SparseArgumentError as error:
         return str(error)
@@ -247,7 +248,10 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     Raises:
         SparseArgumentError: has the value and the allowed ones.
     """
-    allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
+    model = args.get_model_config()
+    if settings.passes_through:
+        _require_fit(settings.flag, model, settings.decode.refuse(model))
+    allowed = dense_backends(settings.method.kind_of(model), on_gpu(gpu))
     for name in args.get_attention_backends():
         if name not in allowed:
             message = f"{settings.flag}: attention backend {name!r} is not supported"
@@ -348,8 +352,6 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     """
     # SGLang caches the result of ``get_model_config``, and its own arguments are not resolved yet.
     model = args.new_model_config()
-    if settings.passes_through:
-        return _require_fit(settings.flag, model, settings.decode.refuse(model))
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
     _require_fit(settings.flag, model, "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds))
     with within(f"--sparse-config of {settings.name}"):

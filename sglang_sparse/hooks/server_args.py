@@ -107,7 +107,8 @@ def refuse_model(record: object, previous: Callable[[object], None]) -> None:
     previous(record)
     self = arguments.of(record)
     settings = settings_of(self)
-    if settings is not None:
+    # What passes through is checked once SGLang has judged it.
+    if settings is not None and not settings.passes_through:
         fitted = refusals.fit_prefill(self, settings)
         if fitted is not settings:
             logger.info("sglang_sparse: %s sets decode alone; prefill of this model is dense", settings.flag)
