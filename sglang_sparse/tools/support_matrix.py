@@ -50,6 +50,7 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Fields that may make a method fit.
 UNCALIBRATED = {"allow_uncalibrated": True}
 UNRECTIFIED = {"rectify_interval": 0}
+PASSED_THROUGH = {"implementation": "native"}
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def answer(method: Method, place: Place, changes: Mapping[str, object] | None = 
         changes: see ``refusal``.
     """
     first = None
-    for more in ({}, UNRECTIFIED, UNCALIBRATED):
+    for more in ({}, UNRECTIFIED, UNCALIBRATED, PASSED_THROUGH):
         if not method.takes(more):
             continue
         reason = refusal(method, dataclasses.replace(place, fields={**place.fields, **more}), changes)
