@@ -5,9 +5,8 @@
 On a GPU that has both (Hopper: DeepGEMM, FlashMLA, FA3), with a random model (`eval.lab.agreement.dsa_checkpoint`) that
 is written for the run: 4 layers, DeepSeek-V3.2's indexer of 64 heads of 128 and ``index_topk`` 2048. Two servers run
 one after the other, both with ``--sparse-method dsa``: the native one makes logits and attends with SGLang's kernels,
-the other one has all stages "portable". Both choose exactly; with ``--native-topk`` the first one chooses by SGLang's
-own kernel, too, which can lose tokens where many have logits near the last one. Both get the same prompts of random
-tokens, and decode the same random tokens (``forced_tokens``).
+the other one has all stages "portable". Both choose exactly. Both get the same prompts of random tokens, and decode the
+same random tokens (``forced_tokens``).
 
 Selections (rows ``selection`` and ``replays``) are compared *within the native server*, layer by layer, on the very
 hidden states that its own indexer sees: see ``eval/lab/agreement/server``. Between two servers they would differ for
@@ -46,11 +45,10 @@ from eval.live.counters import EvaluationError
 from eval.live.record import Record, this_machine, versions
 from eval.texts.lengths import length
 
-# The implementations of both servers, the watched one first.
-ARMS: Mapping[str, str] = {NATIVE: NATIVE, PORTABLE: PORTABLE}
+# The implementations of both servers, the watched one first: SGLang's kernels but for the selection.
+ARMS: Mapping[str, str] = {NATIVE: "auto", PORTABLE: PORTABLE}
 PACKAGES = ("sgl-deep-gemm",)
 ARGUMENTS = ("layers", "topk", "prompts", "length", "tokens", "chunk", "replays", "concurrency", "server_args", "seed")
-ARGUMENTS = (*ARGUMENTS, "native_topk")
 
 
 def require_gpu() -> None:
@@ -118,8 +116,6 @@ def compare(
         EvaluationError: see `serve`, `ask` and `watched_answers`.
     """
     asked = make_asked(args, vocabulary)
-    # SGLang's kernels but for the selection.
-    watched = arms[NATIVE] if args.native_topk or arms[NATIVE] != NATIVE else "auto"
 
     def keep(rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -127,7 +123,9 @@ def compare(
         found.extend(rows)
 
     found: list[dict[str, Any]] = []
-    selections, native, again = watched_answers(args, asked, watched, folder, record, folder.parent / "watch.jsonl")
+    selections, native, again = watched_answers(
+        args, asked, arms[NATIVE], folder, record, folder.parent / "watch.jsonl"
+    )
     keep([*selections, *distributions(NATIVE, again, NATIVE, native)])
     with ExitStack() as stack:
         _, server = serve(stack, args, PORTABLE, arms[PORTABLE], folder, record, {})
@@ -150,7 +148,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=2048, help="index_topk; SGLang's kernels take 2048")
     parser.add_argument("--replays", type=int, default=100, help="times that each selection is made again")
     parser.add_argument("--concurrency", type=int, default=8, help="requests in flight")
-    parser.add_argument("--native-topk", action="store_true", help="the native server chooses by SGLang's kernel, too")
     parser.add_argument("--server-args", default="", help="further arguments of both servers, as one string")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the prompts")

@@ -78,6 +78,9 @@ def attend_in_the_cache(dense: object, model: torch.nn.Module) -> None:
 
 def kv_bytes_per_token(kv_pool: KVPool) -> int:
     """Bytes of a token in SGLang's pool over all its layers: keys and values or latents, and an indexer's keys."""
+    parts = [getattr(kv_pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(kv_pool, name)]
+    if parts:
+        return sum(kv_bytes_per_token(part) for part in parts)
     names = ("kv_buffer",) if hasattr(kv_pool, "kv_buffer") else ("k_buffer", "v_buffer")
     # The pool of a model with shared indexers has empty buffers.
     slots = sum(buffer[:1].nbytes for name in names for buffer in getattr(kv_pool, name))

@@ -1,6 +1,7 @@
 """Counters of a server that leaves DSA to SGLang, from what the host knows of a pass: nothing runs on the device.
 
-A query attends to at most the model's ``index_topk`` tokens in each layer, so lengths say what SGLang's kernels do.
+A query attends to at most the model's ``index_topk`` tokens in each layer, so lengths say what SGLang's kernels do. Of
+models whose indexer pools its keys they say it but for the tokens of the last pool.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from sglang_sparse.attention.batch import count_sizes
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.attention.memory import model_shape
-from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 
 if TYPE_CHECKING:
@@ -41,24 +41,33 @@ class NativeCounts(Counters):
         stats = torch.zeros(sum(count_sizes(settings.decode.methods)), dtype=torch.int64)
         super().__init__(settings, own, model_shape(runner.model_config, pool.dtype), stats)
         self.device = torch.device(runner.device)
+        # A view that takes no operation of PyTorch a pass.
+        self._numbers, self._topk = stats.numpy(), runner.model_config.hf_text_config.index_topk
 
     def follow(self, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
         """Count a pass that is launched; passes over prompts are not counted."""
         verifies = batch.forward_mode.is_target_verify()
         if not batch.reqs or not (verifies or batch.forward_mode.is_decode()):
             return
-        lengths = batch.seq_lens_cpu
-        if lengths is None:
-            # With drafts SGLang may leave the lengths to the device: without what the last pass has accepted.
-            lengths = torch.tensor([len(one.origin_input_ids) + len(one.output_ids) for one in batch.reqs])
+        if batch.seq_lens_cpu is None:
+            # With drafts SGLang may leave the lengths to the device. The newest token has no KV yet; what the last pass
+            # has accepted is missing.
+            lengths = [len(one.origin_input_ids) + max(len(one.output_ids) - 1, 0) for one in batch.reqs]
+        else:
+            lengths = batch.seq_lens_cpu.tolist()
         if verifies:
-            drafts = torch.arange(1, len(forward_batch.out_cache_loc) // len(lengths) + 1)
-            lengths = (lengths[:, None] + drafts).flatten()
-        plan = plan_decode(self._settings.decode, lengths)
-        self.add_decode(plan)
-        for group in plan.groups:
-            counts = torch.stack([(group.n_select > 0).sum(), group.n_select.sum(), group.n_pages.sum()])
-            self.select_stats[: len(counts)] += counts * self.sparse_layers
+            drafts = range(1, len(forward_batch.out_cache_loc) // len(lengths) + 1)
+            lengths = [length + more for length in lengths for more in drafts]
+        sparse = [length for length in lengths if length > self._topk]
+        self._decode_steps += 1
+        self._decode_rows += len(lengths)
+        self._dense_rows += len(lengths) - len(sparse)
+        if sparse:
+            (own,) = self._selections
+            own.max_active_fraction = max(own.max_active_fraction or 0.0, self._topk / min(sparse))
+            attended = sum(lengths) - sum(sparse) + self._topk * len(sparse)
+            for place, count in enumerate((len(lengths), attended, sum(lengths))):
+                self._numbers[place] += count * self.sparse_layers
 
 
 def counters_of(runner: ModelRunner, settings: Settings) -> Counters:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config.machine import Gpu, on_gpu
+from sglang_sparse.config.machine import Gpu, capability, on_gpu
 from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.methods.dsa import kernel_choice
-from sglang_sparse.methods.dsa.decode import NATIVE, PORTABLE, Dsa, DsaConfig
+from sglang_sparse.methods.dsa.decode import AUTO, NATIVE, PORTABLE, Dsa, DsaConfig
 from sglang_sparse.methods.groups import DecodeGroups
 
 if TYPE_CHECKING:
@@ -141,6 +141,33 @@ def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
     args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
 
 
+def give_way(settings: Settings, judge: Callable[[Settings], Settings], gpu: Gpu = None) -> Settings:
+    """Judge a server's methods; where "auto" is refused, SGLang's own kernels may serve what was asked for.
+
+    Args:
+        settings: the methods; not changed.
+        judge: completes or refuses them.
+        gpu: the server machine's GPU; None for this machine's.
+
+    Returns:
+        What ``judge`` makes of them, or of the same with "native".
+
+    Raises:
+        SparseArgumentError: ``judge`` refuses what was asked for, and no GPU or configuration is there for "native".
+    """
+    try:
+        return judge(settings)
+    except SparseArgumentError as error:
+        config, found = settings.config, capability(gpu) or kernel_choice.BEST
+        runs = on_gpu(gpu) and found[0] in kernel_choice.NATIVE_MAJORS and settings.prefill is None
+        if not runs or not isinstance(config, DsaConfig) or config.implementation != AUTO:
+            raise
+        native = Dsa(config.model_copy(update={"implementation": NATIVE}))
+        judged = judge(replace(settings, decode=DecodeGroups(settings.decode.names, [native])))
+        logger.info('sglang_sparse: dsa runs with "implementation": "native", as "auto" is refused: %s', error)
+        return judged
+
+
 def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
     """Choose the kernels of each stage, and write the choice to the config and to SGLang's arguments.
 
@@ -188,10 +215,10 @@ def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
     gpu, here = on_gpu(asked), torch.cuda.is_available()
     model = _model(args)
     usual = torch.cuda.get_device_capability() if here else kernel_choice.BEST
-    capability = (asked if isinstance(asked, tuple) else usual) if gpu else None
-    blackwell = capability is not None and capability[0] == kernel_choice.NATIVE_MAJORS[-1]
+    found = (asked if isinstance(asked, tuple) else usual) if gpu else None
+    blackwell = found is not None and found[0] == kernel_choice.NATIVE_MAJORS[-1]
     return kernel_choice.Facts(
-        capability,
+        found,
         frozenset(name for name in kernel_choice.PACKAGES if gpu != here or find_spec(name)),
         args.kv_cache_dtype,
         model.num_attention_heads // args.tp_size,

@@ -12,7 +12,7 @@ from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks import dsa_flags, kv_dtypes
+from sglang_sparse.hooks import kv_dtypes
 from sglang_sparse.hooks.limits import (
     COMPACT_LIMITS,
     DECODE_LIMITS,
@@ -36,26 +36,6 @@ from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
-
-
-def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:
-    """Return why a server would not start, or None: all checks of a start, in its order.
-
-    Args:
-        args: its arguments as SGLang would resolve them.
-        settings: the methods.
-        gpu: its machine's GPU.
-        stand_in: whether the model's folder is a sample config without weights.
-    """
-    try:
-        require_before(args, settings, gpu)
-        settings = fit_prefill(args, settings)
-        if not settings.passes_through:
-            require_model(args, settings, stand_in)
-        require_after(args, dsa_flags.choose_kernels(args, settings, gpu), gpu)
-    except SparseArgumentError as error:
-        return str(error)
-    return None
 
 
 def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:

@@ -42,10 +42,11 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
         if server.speculative_algorithm and options.forced_tokens:
             where = f"with --speculative-algorithm {server.speculative_algorithm}"
             raise SparseArgumentError(field=FORCED_TOKENS, got=options.forced_tokens[:8], allowed="none", where=where)
-        if NAMESPACE in (tokenized.extra_key or ""):
+        if NAMESPACE in (getattr(tokenized, "extra_key", None) or ""):
             allowed = f"anything without {NAMESPACE!r}"
             raise SparseArgumentError(field="extra_key", got=tokenized.extra_key, allowed=allowed)
-        tokenized.extra_key = namespaced(tokenized.extra_key, options)
+        if not settings.passes_through:
+            tokenized.extra_key = namespaced(tokenized.extra_key, options)
         return tokenized
     return original(manager, obj, *args, **kwargs)
 

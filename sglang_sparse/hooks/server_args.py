@@ -18,6 +18,7 @@ from sglang_sparse.config.settings import Settings, build, page_size_fields, set
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import apply, dsa_flags, refusals
+from sglang_sparse.hooks.judge import judge_flags, judge_model
 from sglang_sparse.methods import registry
 
 logger = logging.getLogger(__name__)
@@ -53,14 +54,12 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         settings = resolve(args)
         # Before the configs below name every field, so that only the user's own fields cause warnings.
         of_prefill = settings.prefill.warnings() if settings.prefill else ()
-        if settings.name:
-            args.sparse_config = json.dumps(settings.resolved)
+        settings = judge_flags(args, settings)
+        _publish_config(args, settings)
         if args.sparse_prefill_method:
             _publish_prefill_config(args, settings)
-        if args.page_size is None and not settings.passes_through:
-            args.page_size = settings.config.page_size
-        refusals.require_before(args, settings)
         if not settings.passes_through:
+            args.page_size = settings.config.page_size if args.page_size is None else args.page_size
             _choose_chain(args)
         super().resolve_once()
         if args.model_path.lower() not in ("none", "dummy"):
@@ -92,6 +91,11 @@ def add_fields() -> None:
         engine.Engine.server_args_class = SparseServerArgs
 
 
+def _publish_config(server_args: Arguments, settings: Settings) -> None:
+    if settings.name:
+        server_args.sparse_config = json.dumps(settings.resolved)
+
+
 def _publish_prefill_config(server_args: Arguments, settings: Settings) -> None:
     if settings.prefill:
         server_args.sparse_prefill_method = settings.prefill_name
@@ -107,16 +111,14 @@ def refuse_model(record: object, previous: Callable[[object], None]) -> None:
     previous(record)
     self = arguments.of(record)
     settings = settings_of(self)
-    # What passes through is checked once SGLang has judged it.
     if settings is not None and not settings.passes_through:
         fitted = refusals.fit_prefill(self, settings)
         if fitted is not settings:
             logger.info("sglang_sparse: %s sets decode alone; prefill of this model is dense", settings.flag)
-        settings = fitted
-        refusals.require_model(self, settings)
+        settings = judge_model(self, fitted)
+        _publish_config(self, settings)
         # The prefill method may have come with the decode method.
         _publish_prefill_config(self, settings)
-        dsa_flags.choose_kernels(self, settings)
 
 
 def resolve(server_args: Arguments) -> Settings:

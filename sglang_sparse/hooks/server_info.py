@@ -59,11 +59,9 @@ def _announce(scheduler: Scheduler, settings: Settings) -> None:
 
     parallel = get_parallel()
     if parallel.tp_rank == parallel.pp_rank == 0 and not parallel.dp_rank:
-        counts = counters_of(scheduler.tp_worker.model_runner, settings)
         logger.info(
-            "sglang_sparse: method %s, %d layers, as without it: SGLang computes, this plugin counts; kernels %s",
+            "sglang_sparse: method %s: SGLang runs DSA unchanged, this plugin counts; kernels %s",
             settings.decode.described,
-            counts.sparse_layers,
             settings.method.kernels(""),
         )
 
@@ -77,7 +75,7 @@ def require_active_schedulers(
         RuntimeError: a scheduler came up without the sparse backend.
     """
     settings = settings_of(server_args)
-    # Behind SGLang's data-parallel controller no scheduler can report, and what passes through needs no proof.
+    # Behind SGLang's data-parallel controller no scheduler can report; where SGLang runs DSA it runs all the same.
     if settings is None or (settings.passes_through and (arguments.of(server_args).dp_size or 1) > 1):
         return
     from sglang.srt.entrypoints.engine import SchedulerInitResult

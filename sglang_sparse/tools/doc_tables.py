@@ -30,7 +30,6 @@ from sglang_sparse.tools.support_matrix import (
     page_sizes,
     partners,
     place_of,
-    refusal,
     rule_partners,
     stages,
 )
@@ -151,7 +150,7 @@ def _float8(method: Method, place: Place) -> bool:
 def on_gpu(method: Method, capability: tuple[int, int]) -> str:
     """Return "yes" or "no" for a method on a compute capability, with differences from the measured GPU."""
     place, best = (dataclasses.replace(place_of(method), gpu=gpu) for gpu in (capability, MEASURED))
-    if refusal(method, place) is not None:
+    if not answer(method, place).served:
         return "no"
     how = dict.fromkeys(stages(method, place).values())
     words = ["yes", *([f"({' and '.join(how)} kernels)"] if how else [])]

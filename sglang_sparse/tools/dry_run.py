@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from sglang_sparse.config import arguments as server_arguments
-from sglang_sparse.hooks import refusals
+from sglang_sparse.hooks import judge
 from sglang_sparse.hooks.limits import dense_backends
 from sglang_sparse.hooks.server_args import resolve
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
@@ -77,7 +77,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
             if args.attention_backend is None:
                 # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
                 args.attention_backend = dense_backends(settings.decode.attention, gpu)[-1]
-            return refusals.refusal(args, settings, gpu, stand_in)
+            return judge.refusal(args, settings, gpu, stand_in)
     except ValueError as error:
         # An unreadable config, or SGLang's error about the model.
         return str(error)

@@ -1,6 +1,6 @@
 """Ask, with a start's checks, which flags, models and other methods each method can be combined with.
 
-This module has only the questions; the answers are those of ``hooks/refusals.py``.
+This module has only the questions; the answers are those of ``hooks/judge.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_sparse.config.arguments import SPARSE_SELF
 from sglang_sparse.config.machine import Gpu
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks import dsa_flags, refusals
+from sglang_sparse.hooks import dsa_flags, judge
 from sglang_sparse.hooks.limits import DENSE_BACKENDS, dense_backends
 from sglang_sparse.hooks.server_args import SparseServerArgs, resolve
 from sglang_sparse.methods import registry
@@ -50,7 +50,6 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Fields that may make a method fit.
 UNCALIBRATED = {"allow_uncalibrated": True}
 UNRECTIFIED = {"rectify_interval": 0}
-PASSED_THROUGH = {"implementation": "native"}
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def refusal(method: Method, place: Place, changes: Mapping[str, object] | None =
         args, settings = _asked(method, place, changes or {})
     except SparseArgumentError as error:
         return str(error)
-    return refusals.refusal(args, settings, place.gpu, stand_in=True)
+    return judge.refusal(args, settings, place.gpu, stand_in=True)
 
 
 def _asked(method: Method, place: Place, changes: Mapping[str, object]) -> tuple[Arguments, Settings]:
@@ -209,7 +208,7 @@ def answer(method: Method, place: Place, changes: Mapping[str, object] | None = 
         changes: see ``refusal``.
     """
     first = None
-    for more in ({}, UNRECTIFIED, UNCALIBRATED, PASSED_THROUGH):
+    for more in ({}, UNRECTIFIED, UNCALIBRATED):
         if not method.takes(more):
             continue
         reason = refusal(method, dataclasses.replace(place, fields={**place.fields, **more}), changes)

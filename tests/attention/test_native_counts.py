@@ -79,7 +79,7 @@ def test_each_token_of_a_verification_is_a_row(runner: Any) -> None:
 def test_lengths_that_the_device_alone_knows_are_those_of_the_requests(runner: Any) -> None:
     counts = native_counts(runner, NATIVE)
     counts.follow(passed(4), batch_of(ForwardMode.TARGET_VERIFY, None, [100, 200]))
-    assert moved(counts) == [1, 4, 0, 12, 4 * TOPK * 3, (101 + 102 + 201 + 202) * 3]
+    assert moved(counts) == [1, 4, 0, 12, 4 * TOPK * 3, (100 + 101 + 200 + 201) * 3]
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.IDLE, ForwardMode.PREBUILT])

@@ -65,18 +65,18 @@ def test_what_is_asked_for_is_what_runs() -> None:
         (
             replace(GPU, capability=(7, 5)),
             "auto",
-            "got 'auto', allowed: nothing; not native: SGLang's kernels are for compute capabilities 9.x and 10.x, and "
+            "got 'auto', allowed: nothing; not auto: SGLang's kernels are for compute capabilities 9.x and 10.x, and "
             "this GPU has 7.5; not portable: it needs compute capability 8.0 or later, and this GPU has 7.5",
         ),
         (
             replace(GPU, heads=48, kv_dtype="fp8_e4m3", latent=(256, 64)),
             "portable",
-            f"got 'portable', allowed: nothing; not portable: {LAID_OUT}",
+            f"got 'portable', allowed: native; not portable: {LAID_OUT}",
         ),
         (
             replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64)),
             "auto",
-            f"got 'auto', allowed: nothing; not native: {LAID_OUT}; not portable: {LAID_OUT}",
+            f"got 'auto', allowed: native; not auto: {LAID_OUT}; not portable: {LAID_OUT}",
         ),
         (
             replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64), raw=True),
@@ -235,7 +235,12 @@ def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
         ("auto", False, "", None),
         ("auto", True, "--kv-cache-dtype fp8_e4m3", None),
         ("portable", True, "--kv-cache-dtype fp8_e4m3", None),
-        ("auto", True, "--kv-cache-dtype fp8_e5m2", "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16"),
+        ("auto", True, "--kv-cache-dtype fp8_e5m2", None),
+        ("auto", False, "--kv-cache-dtype fp8_e5m2", "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16"),
+        ("portable", True, "--kv-cache-dtype fp8_e5m2", "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16"),
+        ("auto", True, "--tp-size 8 --dp-size 8 --enable-dp-attention", None),
+        ("auto", False, "--dp-size 2", "data parallelism (got 2)"),
+        ("auto", True, "--tokenizer-worker-num 2", "several tokenizer workers (got 2)"),
         (
             "portable",
             True,

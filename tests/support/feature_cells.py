@@ -64,7 +64,6 @@ _BOTH_PHASES = _SERVER.format("skip_softmax_decode") + "a_threshold_of_zero_is_d
 _SKIP_PREFILL = _SERVER.format("skip_softmax") + "a_threshold_of_zero_is_dense"
 _ANCHOR = _SERVER.format("prefill") + "a_threshold_that_keeps_all_is_dense"
 _DSA = _SERVER.format("dsa") + "prompts_are_read_the_same_in_pieces_and_in_one"
-_PASSED_THROUGH = "tests/hooks/test_dsa_matrix.py::test_deployments"
 _KEPT = _SERVER.format("rocketkv") + "few_blocks_of_what_is_kept_are_attended"
 _LATENTS = _SERVER.format("skip_softmax_mla")
 _LAYERED = _SERVER.format("layered_prefill")
@@ -118,7 +117,7 @@ PROOFS: Mapping[Cell, str] = {
     },
     Cell("`--speculative-algorithm EAGLE3`", "resa"): _SERVER.format("sparse_drafts")
     + "all_pages_are_a_dense_servers_answers",
-    **{Cell(row, "dsa"): _PASSED_THROUGH for row in ("`--speculative-algorithm EAGLE3`", SCALED)},
+    Cell("`--speculative-algorithm EAGLE3`", "dsa"): "tests/hooks/test_dsa_matrix.py::test_deployments",
     Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",

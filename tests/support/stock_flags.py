@@ -19,8 +19,21 @@ from typing import Any, NamedTuple
 NATIVE = {"sparse_method": "dsa", "sparse_config": '{"implementation": "native"}'}
 # Drawn anew by each resolution.
 FIXED = {"random_seed": 1}
-Case = tuple[Mapping[str, object], Mapping[str, object]]
 GPUS, MEMORY, CAPABILITY = 8, 140 << 30, (9, 0)
+
+
+class Case(NamedTuple):
+    """A set of arguments.
+
+    Attributes:
+        model: its config.json.
+        fields: of ``ServerArgs``.
+        ours: those that ask for the method.
+    """
+
+    model: Mapping[str, object]
+    fields: Mapping[str, object]
+    ours: Mapping[str, str] = NATIVE
 
 
 class Outcome(NamedTuple):
@@ -58,19 +71,20 @@ def outcomes(cases: Sequence[Case], folder: Path, timeout: float) -> list[tuple[
     """Resolve each case without the method and with it, in one child process.
 
     Args:
-        cases: config.json of a model, and fields of ``ServerArgs``.
+        cases: all of them.
         folder: for the models.
         timeout: seconds for all of them.
 
     Raises:
         AssertionError: the child has ended; has what it said.
     """
-    models = list({id(model): model for model, _ in cases}.values())
+    models = list({id(case.model): case.model for case in cases}.values())
     for place, model in enumerate(models):
         (folder / str(place)).mkdir()
         (folder / str(place) / "config.json").write_text(json.dumps(model))
-    asked = json.dumps([(str(folder / str(models.index(model))), fields) for model, fields in cases])
+    asked = json.dumps([(str(folder / str(models.index(model))), own, {**own, **ours}) for model, own, ours in cases])
     env = {**os.environ, "SGLANG_PLUGINS": "sglang_sparse", "SGLANG_PLATFORM": "", "PYTHONWARNINGS": "ignore"}
+    env["HF_HUB_OFFLINE"] = "1"
     command = [sys.executable, __file__]
     try:
         ran = subprocess.run(command, input=asked, capture_output=True, text=True, env=env, timeout=timeout)
@@ -138,8 +152,8 @@ def main() -> None:
 
     load_plugins()
     _pretend()
-    for folder, fields in json.load(sys.stdin):
-        print(json.dumps([_resolve(folder, more) for more in (fields, {**fields, **NATIVE})]), flush=True)
+    for folder, *both in json.load(sys.stdin):
+        print(json.dumps([_resolve(folder, fields) for fields in both]), flush=True)
 
 
 if __name__ == "__main__":

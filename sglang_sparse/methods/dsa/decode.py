@@ -82,7 +82,8 @@ class DsaConfig(MethodConfig):
     implementation: Annotated[Literal["auto", "native", "portable"], BeforeValidator(_one_for_all_stages)] = Field(
         AUTO,
         description='Kernels: "native" (SGLang\'s own), "portable" (this project\'s: in Triton, without a GPU in '
-        'PyTorch) or "auto" (SGLang\'s except for the selection if they run, else "portable").',
+        'PyTorch) or "auto" (SGLang\'s except for the selection if they run, else "portable"; "native" where a flag '
+        "or the model needs it).",
     )
 
     @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")

@@ -86,8 +86,10 @@ def resolve(asked: str, facts: Facts) -> str:
     for choice, reason in reasons.items():
         if reason is None:
             return choice
-    whys = dict.fromkeys(f"not {NATIVE if choice == AUTO else choice}: {reason}" for choice, reason in reasons.items())
-    allowed = f"{AUTO}, {NATIVE}" if asked == PORTABLE and not _refuse(AUTO, facts) else "nothing"
+    whys = [f"not {choice}: {reason}" for choice, reason in reasons.items()]
+    others = [AUTO] if asked == PORTABLE and not _refuse(AUTO, facts) else []
+    others += [NATIVE] if facts.capability is not None and facts.capability[0] in NATIVE_MAJORS else []
+    allowed = ", ".join(others) or "nothing"
     refused = f"got {asked!r}, allowed: {allowed}; {'; '.join(whys)}"
     raise SparseArgumentError(refused, field="implementation", got=asked)
 

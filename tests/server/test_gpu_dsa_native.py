@@ -1,0 +1,70 @@
+"""With SGLang's own kernels, the same flags with and without the method give the same answers, feature by feature."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dsa_slices import MODELS, VOCABULARY, dsa_slice
+from server_requests import logprobs, random_prompts, sparse_state
+
+from launch.server import ServerProcess
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FLAGS = ("--load-format", "dummy", "--page-size", "64", "--mem-fraction-static", "0.6", "--context-length", "40960")
+FLAGS += ("--max-total-tokens", "131072", "--cuda-graph-max-bs-decode", "4", "--max-running-requests", "8")
+NATIVE = {"implementation": "native"}
+CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+# By NCCL alone, see ``test_two_gpus.py``.
+NCCL = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
+ON_ONE: dict[str, tuple[str, ...]] = {
+    "float8": ("--kv-cache-dtype", "fp8_e4m3"),
+    "mtp": ("--speculative-algorithm", "EAGLE", *CHAIN),
+    "hierarchical-cache": ("--enable-hierarchical-cache", "--hicache-ratio", "1.5"),
+    "metrics": ("--enable-metrics", "--tokenizer-worker-num", "2"),
+}
+ON_TWO: dict[str, tuple[str, ...]] = {
+    "dp-attention": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *NCCL),
+    "tp": ("--tp-size", "2", *NCCL),
+    "pp": ("--pp-size", "2"),
+}
+TOKENS = 24
+# The second is not selected from; of the third, 2,048 of 9,000 are.
+PROMPTS = random_prompts(3, (40, 2000, 9000), VOCABULARY - 10)
+
+
+def answers(server: ServerProcess) -> list[dict[str, Any]]:
+    server.flush_cache()
+    params = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+    return [server.generate(input_ids=prompt, sampling_params=params, return_logprob=True) for prompt in PROMPTS]
+
+
+def compared(serve, model: Path, flags: tuple[str, ...]) -> None:
+    """SGLang's selection leaves open which of two equal tokens it takes, so that a long answer may part from itself."""
+    with serve(model, *FLAGS, *flags) as stock:
+        dense, again = answers(stock), answers(stock)
+    with serve(model, *FLAGS, *flags, method="dsa", config=NATIVE) as server:
+        found = answers(server)
+        state = sparse_state(server)
+        assert state["method"] == "dsa" and state["decode_rows"] > 0
+    for one, same, other in zip(dense, again, found, strict=True):
+        if one["output_ids"] == same["output_ids"]:
+            assert other["output_ids"] == one["output_ids"]
+            assert statistics.fmean(abs(a - b) for a, b in zip(logprobs(one), logprobs(other), strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models(serve, tmp_path: Path, model: str) -> None:
+    compared(serve, dsa_slice(tmp_path, model), ())
+
+
+@pytest.mark.parametrize("feature", ON_ONE)
+def test_features_on_one_gpu(serve, tmp_path: Path, feature: str) -> None:
+    compared(serve, dsa_slice(tmp_path, MODELS[0]), ON_ONE[feature])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("feature", ON_TWO)
+def test_features_on_two_gpus(serve, tmp_path: Path, feature: str) -> None:
+    compared(serve, dsa_slice(tmp_path, MODELS[0]), ON_TWO[feature])
