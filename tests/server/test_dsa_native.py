@@ -36,7 +36,7 @@ PASSING = re.compile(r"INFO: |Prefill batch|Decode batch|it/s|server_args=")
 def lines(server: ServerProcess) -> set[str]:
     """What a server's processes say, without numbers."""
     kept = [line for line in server.log_path.read_text().splitlines() if not PASSING.search(line)]
-    return {re.sub(r"-?\d+(\.\d+)?", "N", line).strip() for line in kept}
+    return {re.sub(r"-?\d+(\.\d+)?(e-\d+)?", "N", line).strip() for line in kept}
 
 
 def test_answers_and_log_probabilities_are_stocks(stock, native) -> None:

@@ -1,4 +1,4 @@
-"""Models of DeepSeek-V3.2's and GLM-5's shapes, cut down to a few layers and experts, for servers with random weights."""
+"""Models of the shapes of DeepSeek-V3.2 and GLM-5, cut down to few layers and experts, for random weights."""
 
 from __future__ import annotations
 
