@@ -38,22 +38,23 @@ def test_the_command_measures_a_server_and_its_table_shows_it(serve: Callable, t
 
 
 def test_the_table_of_speeds_compares_with_the_fastest_dense_decode(tmp_path: Path) -> None:
-    """Two backends of a shape: rounds of 4 drafts, of which 3 are kept."""
-    header = {"server": {"model_path": "/models/m"}, "n": 2, "batch": 2, "context": 2048, "simulated": 0.9}
+    """Two backends of a shape, and a peer of the second: rounds of 4 drafts, of which 3 are kept."""
+    header = {"server": {"model_path": "/models/m"}, "n": 2, "batch": 2, "context": 2048, "simulated": 0.9, "peers": []}
     header |= {"kind": "header", "texts": ["random"], "ratios": [0.1]}
     counts = {"verified_rounds": 10, "draft_steps": 40, "drafted_tokens": 80, "accepted_tokens": 60}
     paths = []
-    for backend, dense in (("fa3", 0.008), ("flashinfer", 0.006)):
+    for backend, dense, ratio in (("fa3", 0.008, 4.0), ("flashinfer", 0.006, 2.5)):
         own = {**header, "server": {**header["server"], "decode_backend": backend}}
-        cell = {"shape": "m-2x2k", "acceptance": 0.9, "tpot": 0.002, "dense_tpot": dense, "counters": counts}
+        cell = {"shape": "m-2x2k", "text": "random", "acceptance": 0.9, "tpot": 0.002, "dense_tpot": dense}
+        cell |= {"dense_ratio": ratio, "counters": counts}
         paths.append(tmp_path / f"{backend}.jsonl")
         paths[-1].write_text("\n".join(map(json.dumps, (own, cell))))
     _, _, *lines = speed(paths).splitlines()
     assert lines == [
-        "| m | 2 | 2k | fa3 | 90.0 % | 4.0 | 4.0 | 8.0 | 2.0 | 8.0 | 3.00 |",
-        "| m | 2 | 2k | flashinfer | 90.0 % | 4.0 | 4.0 | 8.0 | 2.0 | 6.0 | 3.00 |",
+        "| m | 2 | 2k | fa3 | random | 90.0 % | 4.0 | 4.0 | 8.0 | 2.0 | 5.0 | 2.50 |",
+        "| m | 2 | 2k | flashinfer | random | 90.0 % | 4.0 | 4.0 | 8.0 | 2.0 | 5.0 | 2.50 |",
     ]
-    assert speed(paths[:1]).endswith("| 4.00 |")
+    assert speed(paths[:1]).endswith("| 8.0 | 4.00 |")
 
 
 @pytest.mark.parametrize(
