@@ -18,11 +18,13 @@ settings.load_profile("suite")
 
 
 LAB = Path(__file__).with_name("lab")
+# Folders whose files take longest, in their order.
+LONG = {"schedules": 0, "server": 1}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with servers first: a long one that begins last would leave all workers but one idle."""
-    items.sort(key=lambda item: item.path.parent.name != "server")
+    """Long files first: one that begins last would leave all workers but one idle."""
+    items.sort(key=lambda item: LONG.get(item.path.parent.name, len(LONG)))
     for item in items:
         if LAB in item.path.parents and not item.get_closest_marker("soak"):
             item.add_marker("lab")
