@@ -7,7 +7,18 @@ import plain_dsa
 import pytest
 import torch
 from server_requests import assert_abort_leaks_nothing, assert_refused, logprobs, read_logprobs, sparse_state
-from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, RETRACTING, TOPK, long_texts, moved
+from tiny_dsa import (
+    FLAGS,
+    GREEDY,
+    LAYERS,
+    MODEL,
+    PAGE,
+    RETRACTING,
+    TOPK,
+    assert_only_long_rows_are_sparse,
+    long_texts,
+    moved,
+)
 
 from eval import niah
 from eval.live.record import read_rows
@@ -189,16 +200,7 @@ def test_it_computes_what_a_stock_server_computes(serve, server, texts) -> None:
 
 
 def test_only_long_rows_are_sparse(server) -> None:
-    before = sparse_state(server)
-    server.generate(input_ids=list(range(10, 140)), sampling_params={**GREEDY, "max_new_tokens": 6})
-    rows, *others = moved(server, before, "decode_rows", "dense_fallback_rows", "sparse_layer_rows")
-    assert rows >= 5 and others == [rows, 0]
-    before = sparse_state(server)
-    server.generate(input_ids=[11 + i * i % 3900 for i in range(600)], sampling_params={**GREEDY, "max_new_tokens": 6})
-    names = ("decode_rows", "dense_fallback_rows", "sparse_layer_rows", "pages_attended", "pages_held")
-    rows, dense, *counted, held = moved(server, before, *names)
-    assert rows >= 5 and dense == 0 and counted == [rows * LAYERS, rows * LAYERS * TOPK]
-    assert 600 < held / (rows * LAYERS) < 610
+    assert_only_long_rows_are_sparse(server)
 
 
 @pytest.mark.parametrize(("field", "value"), [("sparse", False), ("rectify_interval", 8)])

@@ -22,7 +22,7 @@ ON_ONE: dict[str, tuple[str, ...]] = {
     "float8": ("--kv-cache-dtype", "fp8_e4m3"),
     "mtp": ("--speculative-algorithm", "EAGLE", *CHAIN),
     "hierarchical-cache": ("--enable-hierarchical-cache", "--hicache-ratio", "1.5"),
-    "metrics": ("--enable-metrics", "--tokenizer-worker-num", "2"),
+    "metrics": ("--enable-metrics",),
 }
 ON_TWO: dict[str, tuple[str, ...]] = {
     "dp-attention": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *NCCL),

@@ -31,3 +31,17 @@ def moved(server: ServerProcess, before: dict[str, Any], *names: str) -> list[in
     """By how much counters of a server have grown since a ``sparse_state``."""
     after = sparse_state(server)
     return [after[name] - before[name] for name in names]
+
+
+def assert_only_long_rows_are_sparse(server: ServerProcess) -> None:
+    """Rows of more tokens than are chosen are counted as sparse, in all layers, and others as dense."""
+    before = sparse_state(server)
+    server.generate(input_ids=list(range(10, 140)), sampling_params={**GREEDY, "max_new_tokens": 6})
+    rows, *others = moved(server, before, "decode_rows", "dense_fallback_rows", "sparse_layer_rows")
+    assert rows >= 5 and others == [rows, 0]
+    before = sparse_state(server)
+    server.generate(input_ids=[11 + i * i % 3900 for i in range(600)], sampling_params={**GREEDY, "max_new_tokens": 6})
+    names = ("decode_rows", "dense_fallback_rows", "sparse_layer_rows", "pages_attended", "pages_held")
+    rows, dense, *counted, held = moved(server, before, *names)
+    assert rows >= 5 and dense == 0 and counted == [rows * LAYERS, rows * LAYERS * TOPK]
+    assert 600 < held / (rows * LAYERS) < 610
