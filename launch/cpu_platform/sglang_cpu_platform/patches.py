@@ -47,6 +47,10 @@ def apply_bitmask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     apply_token_bitmask_inplace(logits, vocab_mask)
 
 
+def keep_pageable(*_: Any) -> None:
+    """Leave host memory as it is, which SGLang pins and unpins for a GPU."""
+
+
 def no_kv_copy(pool: Any) -> None:
     """Leave out the kernel that moves KV of draft trees, which every pool compiles for speculative decoding."""
     pool._kv_copy_config = None
@@ -97,6 +101,7 @@ _DSA = "sglang.srt.layers.attention"
 _LATENTS = "sglang.kernels.ops.quantization.dsa_quant_k_cache.quantize_k_cache_separate"
 _INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend"
+_HOST = "sglang.srt.mem_cache.pool_host.common"
 _DRAFTS = "sglang.kernels.ops.speculative"
 _BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _HOOKS: dict[str, tuple[Callable, HookType]] = {
@@ -114,8 +119,12 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_INDEX}.transform_index_page_table_decode": (sparse_mla.slots_of_decode, HookType.REPLACE),
     f"{_DSA}.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": (sparse_mla.attend, HookType.REPLACE),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (no_kv_copy, HookType.REPLACE),
+    f"{_HOST}._cuda_host_register": (keep_pageable, HookType.REPLACE),
+    f"{_HOST}._cuda_host_unregister": (keep_pageable, HookType.REPLACE),
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": (assign_slots, HookType.REPLACE),
     "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32": (hash_noise, HookType.REPLACE),
+    "sglang.kernels.ops.memory.common.get_last_loc_triton": (speculation.last_slots, HookType.REPLACE),
+    "sglang.kernels.ops.attention.pad.seqlens_expand_triton": (speculation.seen_lengths, HookType.REPLACE),
     f"{_DRAFTS}.cache_locs.assign_draft_cache_locs_contiguous_func": (speculation.draft_slots, HookType.REPLACE),
     f"{_DRAFTS}.gather_spec_extras.gather_spec_extras": (speculation.carried, HookType.REPLACE),
     f"{_DRAFTS}.spec_tree.build_tree_kernel_efficient_func": (speculation.build_chain, HookType.REPLACE),

@@ -14,7 +14,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_cpu_platform import patches, speculation
+from sglang_cpu_platform import patches, speculation, stand_ins
 
 # SGLang makes the platform while most of its modules are half imported, so methods import them when called.
 if TYPE_CHECKING:
@@ -94,25 +94,15 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return speculation.extend_slots
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Prove the patches, and send MLA prefill on torch_native through the absorbed method.
+        """Prove the patches, and set what no patch can.
 
         Each scheduler process calls this once, after its plugins were loaded and before the first forward pass.
 
         Raises:
             RuntimeError: if a patch is missing in this process.
         """
-        from sglang.srt.layers.sampler import top_p_normalize_probs_torch
-        from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
-        from sglang.srt.speculative import eagle_utils
-
         patches.require_applied()
-        # None without a GPU, which no hook replaces: it would replace every None.
-        eagle_utils.tree_speculative_sampling_target_only = speculation.sample_chain
-        eagle_utils.top_k_renorm_prob = speculation.keep_top_k
-        eagle_utils.top_p_renorm_prob = top_p_normalize_probs_torch
-        # Unknown to SGLang's registry, torch_native falls back to Triton's rule, which prefills with multi-head keys;
-        # it reads keys from the pool instead, where MLA keeps one latent per token.
-        handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+        stand_ins.install()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Fill what the user left open, and say once that this is no place for production.
@@ -125,6 +115,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """
         from sglang.srt.configs.model_config import ModelConfig, is_deepseek_dsa
         from sglang.srt.model_executor.cuda_graph_config import with_phase
+        from sglang.srt.server_args import ServerArgs
 
         if server_args.device != "cpu":
             raise ValueError(f"--device {server_args.device}: no CUDA device was found; use --device cpu or drop it")
@@ -140,8 +131,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.attention_backend == "intel_amx":
             sparse = is_deepseek_dsa(model.hf_config)
             server_args.attention_backend = "dsa" if sparse else self.get_default_attention_backend()
+        defaults = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}  # pyright: ignore[reportArgumentType]
         if server_args.attention_backend == "dsa":
-            _use_torch_dsa(server_args, model.hf_text_config)
+            _use_torch_dsa(server_args, model.hf_text_config, defaults)
+        if server_args.enable_hierarchical_cache:
+            stand_ins.use_host_cache(server_args, defaults)
         if server_args.speculative_algorithm:
             speculation.use_chains(server_args)
         if server_args.dtype == "auto":
@@ -168,15 +162,12 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         )
 
 
-def _use_torch_dsa(server_args: Any, model: PretrainedConfig) -> None:
+def _use_torch_dsa(server_args: Any, model: PretrainedConfig, defaults: dict[str, Any]) -> None:
     """Let SGLang's backend for sparse MLA call the functions of `sparse_mla` instead of its kernels.
 
     Raises:
         ValueError: another kernel is asked for, a KV cache that only kernels read, or another kind of indexer.
     """
-    from sglang.srt.server_args import ServerArgs
-
-    defaults = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}  # pyright: ignore[reportArgumentType]
     for name in DSA_BACKENDS:
         if (got := getattr(server_args, name)) not in (None, defaults[name]):
             flag = f"--{name.replace('_', '-')}"

@@ -65,6 +65,19 @@ def _following(rows: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, co
     return table[rows.to(torch.int64)[:, None], positions].reshape(-1).to(torch.int64)
 
 
+def last_slots(table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the slot of each row's last token, -1 of an empty one, as SGLang's attention on torch_native gets it."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(table, rows, lengths)
+
+
+def seen_lengths(new: torch.Tensor, lengths: torch.Tensor, total_len: int, max_q_len: int) -> torch.Tensor:
+    """Return how many tokens each of some new tokens sees, ``[total_len]`` int32; ``lengths`` have the new ones."""
+    within = torch.arange(total_len) - torch.repeat_interleave(new.cumsum(0) - new, new)
+    return (torch.repeat_interleave(lengths - new, new) + within + 1).to(torch.int32)
+
+
 def carried(indices: torch.Tensor, *kept: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return rows of what requests carry from one round to the next."""
     return tuple(rows if rows is None else rows[indices] for rows in kept)
