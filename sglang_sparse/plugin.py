@@ -6,8 +6,8 @@ import sys
 
 from setproctitle import getproctitle
 
-# SGLang's processes that call none of the hooked functions. Hooks would import the scheduler there, CUDA and all.
-UNHOOKED = ("sglang::detokenizer", "sglang::data_parallel_controller")
+# SGLang's processes that call one of the hooked functions or none. The others would import the scheduler there.
+DETOKENIZER, CONTROLLER = "sglang::detokenizer", "sglang::data_parallel_controller"
 
 
 def register() -> None:
@@ -19,10 +19,14 @@ def register() -> None:
     Raises:
         SystemExit: sparsity was asked for on the command line and the plugin cannot provide it.
     """
-    if getproctitle() in UNHOOKED:
+    process = getproctitle()
+    if process == DETOKENIZER:
         return
     try:
         from sglang_sparse.hooks import apply
+
+        if process == CONTROLLER:
+            return apply.register([hook for hook in apply.active() if hook.process == "controller"])
         from sglang_sparse.hooks.server_args import add_fields
         from sglang_sparse.scheduler.speculation import algorithm
 

@@ -299,8 +299,8 @@ class IntervalReport:
             logger.info(interval.line(self._counters.decodes))
 
 
-def start(info: dict[str, object], scheduler: Scheduler, *_: object) -> None:
-    """After ``Scheduler.get_init_info``: create the metrics, on a rank that reports."""
+def start(scheduler: Scheduler) -> None:
+    """Create the metrics, on a rank that reports."""
     settings = settings_of(scheduler.server_args)
     if settings is None:
         return

@@ -12,15 +12,21 @@ from sglang_sparse.attention.protocols import Scheduler
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
+from sglang_sparse.hooks import prometheus
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
 
 logger = logging.getLogger(__name__)
 
+# What a scheduler reports, and where SGLang's data-parallel controller keeps the reports of its schedulers.
+REPORTED = ("sparse_method", "sparse_prefill_method")
+REPLICAS = "sparse_schedulers"
+
 
 def report_active(info: dict[str, object], scheduler: Scheduler, *_: object) -> None:
-    """After ``Scheduler.get_init_info``: report the methods if the sparse backend runs.
+    """After ``Scheduler.get_init_info``: report the methods if the sparse backend runs, and create its metrics.
 
     Raises:
         UnsupportedSGLangError: SGLang has built a prefix cache other than the hooked one.
@@ -40,8 +46,13 @@ def report_active(info: dict[str, object], scheduler: Scheduler, *_: object) -> 
     else:
         raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache; its inserts are not hooked")
     if runs:
-        info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method
-        info["sparse_prefill_method"] = arguments.of(scheduler.server_args).sparse_prefill_method
+        info.update({field: getattr(arguments.of(scheduler.server_args), field) for field in REPORTED})
+    prometheus.start(scheduler)
+
+
+def report_replicas(info: dict[str, object], controller: DataParallelController, *_: object) -> None:
+    """After ``DataParallelController.get_init_info``: pass on what each scheduler reported."""
+    info[REPLICAS] = [{field: one.get(field) for field in REPORTED} for one in controller._scheduler_init_infos]
 
 
 def _runs_dsa(backend: AttentionBackend) -> bool:
@@ -75,15 +86,14 @@ def require_active_schedulers(
         RuntimeError: a scheduler came up without the sparse backend.
     """
     settings = settings_of(server_args)
-    # Behind SGLang's data-parallel controller no scheduler can report; where SGLang runs DSA it runs all the same.
-    if settings is None or (settings.passes_through and (arguments.of(server_args).dp_size or 1) > 1):
+    if settings is None:
         return
     from sglang.srt.entrypoints.engine import SchedulerInitResult
 
     (scheduled,) = (each for each in result if isinstance(each, SchedulerInitResult))
-    asked = {"sparse_method": settings.name, "sparse_prefill_method": settings.prefill_name}
-    for rank, info in enumerate(scheduled.scheduler_infos):
-        if any(info.get(field) != name for field, name in asked.items()):
+    reports = [report for info in scheduled.scheduler_infos for report in info.get(REPLICAS, [info])]
+    for rank, report in enumerate(reports):
+        if [report.get(field) for field in REPORTED] != [settings.name, settings.prefill_name]:
             raise RuntimeError(
                 f"{settings.flag}: scheduler {rank} runs dense; the plugin is not active in its process "
                 f"(SGLang {installed_sglang()})"

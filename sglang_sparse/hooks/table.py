@@ -30,7 +30,7 @@ class Hook:
     purpose: str
     method: str | None = None
     gpu: bool | None = None
-    process: Literal["main", "scheduler", "both"] = "scheduler"
+    process: Literal["main", "controller", "scheduler", "both"] = "scheduler"
 
 
 HOOKS = (
@@ -340,7 +340,7 @@ HOOKS = (
         "self",
         "AFTER",
         "hooks.server_info:report_active",
-        "tell the main process that the scheduler runs sparse",
+        "create the sparse Prometheus metrics, and tell the main process that the scheduler runs sparse",
     ),
     Hook(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
@@ -354,11 +354,12 @@ HOOKS = (
         process="main",
     ),
     Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info",
         "self",
         "AFTER",
-        "hooks.prometheus:start",
-        "create the sparse Prometheus metrics",
+        "hooks.server_info:report_replicas",
+        "data parallelism: pass on to the main process what each scheduler has told the controller",
+        process="controller",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",

@@ -99,6 +99,7 @@ def test_it_says_once_that_sglangs_backend_runs(
     backend: Any, runs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr("sglang_sparse.hooks.prometheus.start", original)
     scheduler: Any = SimpleNamespace(
         server_args=SERVER,
         tree_cache=None,

@@ -262,7 +262,7 @@ def test_dense_servers_and_silent_ranks_report_nothing(sparse: bool, logging_ran
     quiet = scheduler(sparse, logging_rank)
     reporter = quiet.metrics_reporter
     before = dict(vars(reporter))
-    prometheus.start({}, quiet)
+    prometheus.start(quiet)
     reporter.last_decode_stats_tic = before["last_decode_stats_tic"] = 8.0
     prometheus.follow(None, reporter, True, running_batch=None)
     assert vars(reporter) == before
@@ -270,7 +270,7 @@ def test_dense_servers_and_silent_ranks_report_nothing(sparse: bool, logging_ran
 
 def test_without_metrics_the_line_is_still_logged(caplog: pytest.LogCaptureFixture) -> None:
     loud = scheduler(True, True)
-    prometheus.start({}, loud)
+    prometheus.start(loud)
     prometheus.follow(None, loud.metrics_reporter, True, running_batch=None)
     assert not lines(caplog)
     loud.metrics_reporter.last_decode_stats_tic = 8.0
