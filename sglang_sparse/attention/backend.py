@@ -16,6 +16,7 @@ from sglang_sparse.attention.batch import (
     clear_views,
     count_sizes,
     load_views,
+    real_rows,
     view_buffers,
     views_nbytes,
 )
@@ -102,11 +103,14 @@ class SparseAttentionBackend(DelegatingBackend):
         indexed: what a selection in the model keeps for the layers of a pass.
         divide: given by the scheduler, divides rows among rectifying passes; None where one pass is as good.
         verified: tokens of a row in a verification that runs sparse, whose lengths are without them; 0: none does.
+        rows_each: rows of a plan and its views that a row of a batch is: where the model chooses, each of its drafts
+            chooses for itself, and else they share a selection.
     """
 
     # Dense or sparse is decided on the host.
     needs_cpu_seq_lens: bool = True
     verified: int = 0
+    rows_each: int = 1
     attends_alone: bool = False
 
     def __init__(self, dense: Any, runner: ModelRunner, settings: Settings):
@@ -118,6 +122,7 @@ class SparseAttentionBackend(DelegatingBackend):
             method.adopt(runner.model_config)
         self._config = settings.config
         self.verified = arguments.verified_tokens(arguments.of(runner.server_args))
+        self.rows_each = self.verified or 1 if self.method.selects_in_model else 1
         self.indexed: IndexerBatch | None = None
         self._pools: aux_buffers.AuxBuffers = getattr(runner.token_to_kv_pool, memory.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
@@ -173,7 +178,13 @@ class SparseAttentionBackend(DelegatingBackend):
 
         A batch that SGLang makes up for itself, to warm up, has no requests and is decided here.
         """
-        return self._planned or plan_decode(self.groups, seq_lens + self.verified)
+        return self._planned or plan_decode(self.groups, self.lengths(seq_lens))
+
+    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Return the KV lengths of a plan's rows, with what a verification writes, from those of a batch's."""
+        if self.rows_each == 1:
+            return seq_lens + self.verified
+        return (seq_lens[:, None] + torch.arange(1, self.rows_each + 1)).flatten()
 
     @property
     def may_share(self) -> bool:
@@ -213,7 +224,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         if not self._pools.layers:
             return
-        self._graph_views = self._allocate(max_bs)
+        self._graph_views = self._allocate(max_bs * self.rows_each)
         message = "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, next to the KV pool"
         logger.info(message, views_nbytes(self._graph_views) / 2**20, max_bs)
 
@@ -263,7 +274,7 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def _allocate(self, rows: int) -> Views:
         stats = self.counters.select_stats
-        queries = self.verified or 1
+        queries = 1 if self.rows_each > 1 else self.verified or 1
         return allocate_views(self.groups.methods, rows, self._kv_heads, self._tokens, stats, self._buffers, queries)
 
     def _begin_capture(self, rows: int) -> None:
@@ -271,7 +282,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._views = self.indexed = None
         variant = get_capture_attention_variant()
         if variant in (SPARSE, LATER_DRAFT):
-            self._views = self._rows(rows)
+            self._views = self._rows(rows * self.rows_each)
             clear_views(self._views, self.dense.req_to_token_pool.req_to_token)
         if self._pools.shared is not None:
             self._pools.shared.begin_capture(rows, reused=variant == LATER_DRAFT)
@@ -285,9 +296,11 @@ class SparseAttentionBackend(DelegatingBackend):
         if not self.decodes(forward_batch.forward_mode):
             return
         rows = forward_batch.batch_size
-        real = rows - getattr(forward_batch, "num_padding", 0)
+        real = real_rows(forward_batch)
         plan = self.plan(forward_batch.seq_lens_cpu[:real])
-        self.counters.add_decode(plan)
+        if real:
+            # A rank of data-parallel attention without requests runs along with the others.
+            self.counters.add_decode(plan)
         shared = self._pools.shared
         if shared is not None:
             shared.reused = self.reuses(plan)
@@ -298,7 +311,7 @@ class SparseAttentionBackend(DelegatingBackend):
             shared.rows = rows if self.shares(plan, rows) else 0
         if not plan.sparse:
             return
-        self._views = self._rows(rows)
+        self._views = self._rows(rows * self.rows_each)
         load_views(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
 
     def forward(

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 Views = tuple[BatchView, ...]
 
 
+def real_rows(forward_batch: ForwardBatch) -> int:
+    """Return how many rows of a batch are requests': the others pad a CUDA graph, or what a rank shares with others."""
+    padded: int | None = getattr(forward_batch, "_original_batch_size", None)
+    return forward_batch.batch_size - getattr(forward_batch, "num_padding", 0) if padded is None else padded
+
+
 def allocate_view(
     rows: int,
     kv_heads: int,
@@ -198,8 +204,9 @@ def _load(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, p
     _load_counts(
         view, (view.n_pages, plan.n_pages), (view.n_select, plan.n_select), (view.row_thresholds, plan.row_thresholds)
     )
-    view.requests[:real].copy_(requests[:real])
     if view.page_table.shape[1] == 0:
+        # A model that chooses finds its rows itself.
         return
+    view.requests[:real].copy_(requests[:real])
     widest = int(plan.n_pages.max()) if real else 0
     load_page_table(req_to_token, requests[:real], view.n_pages, widest, view.page_size, view.page_table)

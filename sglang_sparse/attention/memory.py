@@ -110,8 +110,12 @@ def of_decode(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, t
     captured, eager = decode_batches(kvc.server_args)
     counters = torch.zeros(sum(count_sizes(methods)), dtype=torch.int64, device="meta")
     buffers = view_buffers(methods, model, table_width, dtype, device)
-    most, limits = max(captured, default=0), (model.num_kv_heads, table_width, counters)
     queries = arguments.verified_tokens(arguments.of(kvc.server_args)) or 1
+    if settings.method.selects_in_model:
+        # Each draft is a row of its own.
+        captured, eager = ([rows * queries for rows in sizes] for sizes in (captured, eager))
+        queries = 1
+    most, limits = max(captured, default=0), (model.num_kv_heads, table_width, counters)
     nbytes = views_nbytes(allocate_views(methods, most, *limits, buffers))
     for batches in (captured, eager):
         views = allocate_views(methods, max(batches, default=0), *limits, queries=queries)
@@ -339,9 +343,11 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
         raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.decode.aux_specs(model)
-    layers = settings.decode.sparse_layers(model.num_layers) if settings.name else ()
+    stage = range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)
+    of_model = settings.decode.sparse_layers(model.num_layers) if settings.name else ()
+    layers = tuple(layer for layer in of_model if layer in stage)
     page_size = settings.config.page_size
-    num_pages = kv_pool.get_key_buffer(next(iter(layers), 0)).shape[0] // page_size
+    num_pages = kv_pool.get_key_buffer(stage.start).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device)

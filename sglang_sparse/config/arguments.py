@@ -33,6 +33,7 @@ class Arguments:
 
     record: Any
     attention_backend: str | None
+    attn_dp_size: int
     chunked_prefill_size: int | None
     context_length: int | None
     cuda_graph_config: Any
@@ -42,6 +43,7 @@ class Arguments:
     dsa_decode_backend: str | None
     dsa_prefill_backend: str | None
     dtype: str
+    enable_dp_attention: bool
     enable_mixed_chunk: bool
     kv_cache_dtype: str
     load_format: str

@@ -141,6 +141,18 @@ def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
     args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
 
 
+def may_give_way(settings: Settings, gpu: Gpu = None) -> bool:
+    """Whether "auto" was asked for, on a GPU on which all of SGLang's own kernels run.
+
+    Args:
+        settings: the methods.
+        gpu: the server machine's GPU; None for this machine's.
+    """
+    config, found = settings.config, capability(gpu) or kernel_choice.BEST
+    runs = on_gpu(gpu) and found[0] in kernel_choice.NATIVE_MAJORS and settings.prefill is None
+    return runs and isinstance(config, DsaConfig) and config.implementation == AUTO
+
+
 def give_way(settings: Settings, judge: Callable[[Settings], Settings], gpu: Gpu = None) -> Settings:
     """Judge a server's methods; where "auto" is refused, SGLang's own kernels may serve what was asked for.
 
@@ -158,9 +170,8 @@ def give_way(settings: Settings, judge: Callable[[Settings], Settings], gpu: Gpu
     try:
         return judge(settings)
     except SparseArgumentError as error:
-        config, found = settings.config, capability(gpu) or kernel_choice.BEST
-        runs = on_gpu(gpu) and found[0] in kernel_choice.NATIVE_MAJORS and settings.prefill is None
-        if not runs or not isinstance(config, DsaConfig) or config.implementation != AUTO:
+        config = settings.config
+        if not may_give_way(settings, gpu) or not isinstance(config, DsaConfig):
             raise
         native = Dsa(config.model_copy(update={"implementation": NATIVE}))
         judged = judge(replace(settings, decode=DecodeGroups(settings.decode.names, [native])))
@@ -214,6 +225,7 @@ def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
 
     gpu, here = on_gpu(asked), torch.cuda.is_available()
     model = _model(args)
+    replicas = args.dp_size if args.enable_dp_attention else args.attn_dp_size
     usual = torch.cuda.get_device_capability() if here else kernel_choice.BEST
     found = (asked if isinstance(asked, tuple) else usual) if gpu else None
     blackwell = found is not None and found[0] == kernel_choice.NATIVE_MAJORS[-1]
@@ -221,7 +233,7 @@ def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
         found,
         frozenset(name for name in kernel_choice.PACKAGES if gpu != here or find_spec(name)),
         args.kv_cache_dtype,
-        model.num_attention_heads // args.tp_size,
+        model.num_attention_heads // (args.tp_size // replicas),
         (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
         kernel_choice.raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
     )

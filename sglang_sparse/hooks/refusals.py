@@ -12,7 +12,7 @@ from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks import kv_dtypes
+from sglang_sparse.hooks import dsa_flags, kv_dtypes
 from sglang_sparse.hooks.limits import (
     COMPACT_LIMITS,
     DECODE_LIMITS,
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
 
 
+# Ends what refuses a flag for this project's kernels of DSA.
+PASSED_THROUGH = 'or leave the flag to SGLang by {"implementation": "native"}, on Hopper and Blackwell'
+
+
 def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     """Refuse arguments that are wrong before SGLang resolves them.
 
@@ -52,10 +56,13 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     methods = settings.decode.methods
     if settings.passes_through:
         return _require_followed(args, settings)
-    limits = dict.fromkeys((*FLAG_LIMITS, *(limit for one in methods for limit in one.flag_limits)))
-    if settings.name and not all(method.verifies for method in methods):
+    # SGLang's own kernels serve it, where they run.
+    native = dsa_flags.may_give_way(settings, gpu)
+    limits = dict.fromkeys(limit for limit in FLAG_LIMITS if native or excludes(limit, settings.method))
+    limits |= dict.fromkeys(limit for method in methods for limit in method.flag_limits)
+    if settings.name and (native or not all(method.verifies for method in methods)):
         limits |= dict.fromkeys(DECODE_LIMITS)
-    _require_none(args, limits, f"{settings.flag} cannot run with")
+    _require_none(args, limits, f"{settings.flag} cannot run with", hint=_hint(settings))
     _require_verified(args, settings)
     for method in methods:
         if settings.config.page_size % method.block_size:
@@ -134,7 +141,10 @@ def _require_verified(args: Arguments, settings: Settings) -> None:
     """
     if not settings.name:
         return
-    _require_none(args, VERIFY_LIMITS, f"{settings.flag} cannot run with")
+    _require_none(args, VERIFY_LIMITS, f"{settings.flag} cannot run with", hint=_hint(settings))
+    if settings.method.selects_in_model:
+        # Each draft chooses for itself.
+        return
     tokens, page = verified_tokens(args), settings.config.page_size
     where = f"with --speculative-algorithm {args.speculative_algorithm}"
     if tokens > page:
@@ -209,12 +219,18 @@ def _listed(found: Mapping[FlagLimit, object]) -> str:
     return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in found.items())
 
 
-def _require_none(args: Arguments, limits: Iterable[FlagLimit], origin: str, other: tuple[str, str] = ("", "")) -> None:
+def _hint(settings: Settings) -> str:
+    return PASSED_THROUGH if settings.method.selects_in_model else ""
+
+
+def _require_none(
+    args: Arguments, limits: Iterable[FlagLimit], origin: str, other: tuple[str, str] = ("", ""), hint: str = ""
+) -> None:
     """Refuse flags that a table limits; ``other`` is what is allowed instead: where, and what."""
     if found := _found(args, limits):
         (first, got), (where, allowed) = next(iter(found.items())), other
         message = f"{origin} {_listed(found)}"
-        raise SparseArgumentError(message, field=first.name, got=got, allowed=allowed, where=where)
+        raise SparseArgumentError(message, field=first.name, got=got, allowed=allowed, where=where, hint=hint)
 
 
 def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
@@ -301,8 +317,8 @@ def _require_window(args: Arguments, settings: Settings) -> None:
         raise SparseArgumentError(message, field="--chunked-prefill-size", got=chunk, allowed=allowed)
 
 
-def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
-    """Whether a limit's kind of model excludes a decode method."""
+def excludes(limit: FlagLimit | ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
+    """Whether a limit is one of a decode method."""
     return not (limit.own_selection and method.selects_in_model)
 
 

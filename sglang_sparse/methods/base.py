@@ -107,9 +107,9 @@ class DecodeMethod:
         flag_limits: server flags that it refuses in addition to those that no method serves.
         combines: its layers may be combined with those of another method for this kind of attention, or config.
             It is told all it needs by each call, and its config is a ``RectifyConfig``. See `alone`, too.
-        verifies: several tokens of a row may share its selection: it verifies drafts, see ``BatchView.queries``, and
-            its own drafts share the first one's. None of its `aux_specs` is ``before_select``, which takes one token
-            a row, and it selects pages.
+        verifies: it verifies drafts. Where the model chooses, each draft is a row of its own; else several tokens of a
+            row share its selection, see ``BatchView.queries``, and its own drafts share the first one's: none of its
+            `aux_specs` is ``before_select``, which takes one token a row, and it selects pages.
         more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
         config: the configuration.
     """

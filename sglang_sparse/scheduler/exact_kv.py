@@ -57,18 +57,7 @@ def begin_pass(
         for state, length in zip(states, lengths, strict=True):
             state.shareable_len = length
     if backend.decodes(mode):
-        plan = _plan(backend, batch, states)
-        setattr(forward_batch, PLAN, plan)
-        covered = plan.covered.tolist()
-        if backend.verified:
-            # SGLang may prepare the graph before the pass begins.
-            backend.begin(forward_batch)
-            _move_verified(states, batch.seq_lens_cpu.tolist(), covered)
-            return
-        exact = all(method.exact for method in settings.decode.methods)
-        for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
-            if (dense or exact) and state.shareable_len == length - 1:
-                state.shareable_len = length
+        _begin_decode(backend, forward_batch, batch, states)
     elif mode.is_extend_without_speculative():
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
             # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
@@ -77,14 +66,36 @@ def begin_pass(
                 state.shareable_len = prefix + extended
 
 
+def _begin_decode(
+    backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: ScheduleBatch, states: Sequence[RequestState]
+) -> None:
+    plan = _plan(backend, batch, states)
+    setattr(forward_batch, PLAN, plan)
+    lengths, covered = batch.seq_lens_cpu.tolist(), plan.covered.tolist()
+    exact = all(method.exact for method in backend.groups.methods)
+    if backend.verified:
+        # SGLang may prepare the graph before the pass begins.
+        backend.begin(forward_batch)
+    if backend.verified and exact:
+        # All that is committed may be shared.
+        for state in states:
+            state.shareable_len = None
+    elif backend.verified:
+        _move_verified(states, lengths, covered)
+    else:
+        for state, length, dense in zip(states, lengths, covered, strict=True):
+            if (dense or exact) and state.shareable_len == length - 1:
+                state.shareable_len = length
+
+
 def _plan(backend: SparseAttentionBackend, batch: ScheduleBatch, states: Sequence[RequestState]) -> DecodePlan:
     if getattr(batch, DENSE_PASS, False):
         return dense_plan(len(states))
     if getattr(batch, LATER, False) and (plan := backend.plan_later()):
         return plan
     compacted = any(state.compacted for state in states)
-    held = batch.seq_lens_cpu + backend.verified
-    plan = plan_decode(backend.groups, held, [state.options for state in states], compacted)
+    options = [state.options for state in states for _ in range(backend.rows_each)]
+    plan = plan_decode(backend.groups, backend.lengths(batch.seq_lens_cpu), options, compacted)
     return plan._replace(bounded=getattr(batch, BOUNDED, False), later=getattr(batch, LATER, False))
 
 

@@ -192,7 +192,8 @@ def _mark(found: Answer) -> str:
 def _of_tables() -> Iterator[Refused]:
     asked = methods()
     for limit in limits.FLAG_LIMITS:
-        yield limit.name, asked, limit.reason
+        refusing = [method for method in asked if refusals.excludes(limit, _decode_class(method))]
+        yield limit.name, refusing, limit.reason
     for method in asked:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason

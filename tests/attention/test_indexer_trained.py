@@ -75,7 +75,7 @@ class Asked:
         self.pool.setdefault(layer, torch.zeros(self.table.max() + 1, PAGE * (DIM + 4), dtype=torch.uint8))
         slots = self.table[0, (seen - 1) // PAGE].long() * PAGE + (seen - 1) % PAGE
         decode = new == 1
-        mode = SimpleNamespace(is_decode=lambda: decode, is_extend=lambda: not decode)
+        mode = SimpleNamespace(is_decode=lambda: decode, is_extend_without_speculative=lambda: not decode)
         batch = SimpleNamespace(forward_mode=mode, out_cache_loc=slots, attn_cp_metadata=None)
         metadata = SimpleNamespace(
             real_page_table=self.table,

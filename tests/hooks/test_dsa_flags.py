@@ -12,6 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import dsa_flags
 from sglang_sparse.methods.dsa.decode import STAGES
+from sglang_sparse.tools import dry_run
 
 
 @pytest.mark.parametrize(
@@ -73,3 +74,27 @@ def test_a_model_that_is_not_bfloat16(dtype: torch.dtype) -> None:
         dsa_flags.require_dtype(args, DSA, dtype, True)
     dsa_flags.require_dtype(args, DSA, dtype, False)
     dsa_flags.require_dtype(args, DSA, torch.bfloat16, True)
+
+
+OWN_KERNELS = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config", '{"implementation": "portable"}']
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dp-size", "2"],
+        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        ["--pp-size", "2"],
+        ["--enable-hierarchical-cache"],
+        ["--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3"],
+    ],
+)
+def test_what_changes_no_selection_runs_beside_dsas_own_kernels(flags: list[str]) -> None:
+    assert dry_run.refusal([*OWN_KERNELS, *flags], "DSA", (8, 0)) is None
+
+
+@pytest.mark.parametrize("flag", ["--enable-lmcache", "--enable-two-batch-overlap", "--enable-lora"])
+def test_what_those_kernels_lack_sglangs_own_may_serve(flag: str) -> None:
+    said = dry_run.refusal([*OWN_KERNELS, flag], "DSA", (8, 0))
+    assert said is not None and f"{flag.removeprefix('--enable-').split('-')[0]}" in said.lower()
+    assert said.endswith('; or leave the flag to SGLang by {"implementation": "native"}, on Hopper and Blackwell')

@@ -50,7 +50,9 @@ def follow(
         prefill=None,
         keeps=(),
         verified=verified,
+        rows_each=verified or 1 if settings.method.selects_in_model else 1,
     )
+    backend.lengths = MethodType(SparseAttentionBackend.lengths, backend)
     backend.decodes = MethodType(SparseAttentionBackend.decodes, backend)
     backend.begin = lambda batch: setattr(batch, "begun", getattr(batch, PLAN))
     runner = SimpleNamespace(server_args=args, is_draft_worker=draft, attn_backend=backend)
@@ -231,6 +233,20 @@ def test_sparse_verifications_leave_the_exact_length_at_the_prompts_end() -> Non
         plan = getattr(found, PLAN)
         assert plan.sparse and plan is found.begun and int(plan.groups[0].n_pages) == -(-(length + 4) // 16)
         assert exact(one, length) == 700
+
+
+def test_each_draft_of_a_model_that_chooses_is_a_row_of_its_own() -> None:
+    """All that a round has committed is shared, as the model was trained to choose."""
+    args = SimpleNamespace(sparse_method="dsa", sparse_config='{"implementation": "portable"}')
+    method = config.settings_of(args).method
+    method.adopt(SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=512)))
+    drafts = {"algorithm": SpeculativeAlgorithm.STANDALONE, "verified": 4, "args": args}
+    follow("extend", [one := request(), other := request()], [510, 600], [0, 0], **drafts)
+    plan = getattr(follow("target_verify", [one, other], [510, 600], **drafts), PLAN)
+    assert plan.groups[0].n_pages.tolist() == [511, 512, 513, 514, 601, 602, 603, 604]
+    assert plan.groups[0].n_select.tolist() == [511, *[512] * 7]
+    assert plan.covered.tolist() == [True, True, *[False] * 6]
+    assert (exact(one, 513), exact(other, 604)) == (513, 604)
 
 
 def test_dense_verifications_move_it_once_it_is_known_what_they_committed() -> None:

@@ -44,7 +44,7 @@ class Rows:
         self.seen = [end for row in ends for end in row]
         self.tokens, self.padding = len(self.seen) + padding, padding
         slots = [self.slot(row, seen - 1) for row, seen in zip(self.rows, self.seen, strict=True)]
-        mode = SimpleNamespace(is_decode=lambda: decodes, is_extend=lambda: not decodes)
+        mode = SimpleNamespace(is_decode=lambda: decodes, is_extend_without_speculative=lambda: not decodes)
         self.batch = SimpleNamespace(
             forward_mode=mode,
             out_cache_loc=torch.tensor(slots + [0] * padding),
@@ -90,6 +90,7 @@ class Rows:
             indexed=None,
             method=method,
             counters=counters,
+            verified=0,
         )
 
 

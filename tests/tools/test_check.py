@@ -206,7 +206,7 @@ def test_every_limit_is_in_the_tables() -> None:
     for limit in decode.INDEXER_LIMITS:
         assert f"| {limit.name} | dsa | {limit.reason} |" in rows
     assert any(row.startswith("| other speculative algorithms | all |") for row in rows)
-    assert any(row.startswith("| speculative decoding | robsa, dsa, rocketkv, skip_softmax |") for row in rows)
+    assert any(row.startswith("| speculative decoding | robsa, rocketkv, skip_softmax |") for row in rows)
     assert any(row.startswith("| KV cache events | ") and " resa" not in row for row in rows)
 
 

@@ -98,12 +98,12 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: ForwardBatch, tok
     else:
         lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
         wanted = lengths.clamp(max=topk)
-        if forward_batch.forward_mode.is_extend():
+        if forward_batch.forward_mode.is_extend_without_speculative():
             rows = _padded(metadata.token_to_batch_idx, tokens).int()
             if int(metadata.max_seq_len_k) > topk:
                 at_once = queries_at_once(width, table.device)
         else:
-            _require_short(forward_batch, topk)
+            _require_short(forward_batch, topk - backend.verified)
     # SGLang wants slots where its own selection would give them.
     slots = torch.empty(tokens, topk, dtype=torch.int32, device=table.device) if backend.dense.use_fused_topk else None
     offsets = metadata.topk_indices_offset if slots is not None else None
@@ -125,14 +125,14 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: ForwardBatch, tok
     return batch
 
 
-def _require_short(forward_batch: ForwardBatch, topk: int) -> None:
+def _require_short(forward_batch: ForwardBatch, most: int) -> None:
     """Refuse a decode batch without a view that has a row with more tokens than may be chosen: it would see the first.
 
-    By what SGLang knows on the host.
+    By what SGLang knows on the host, which are the lengths without the tokens of a verification.
     """
     lengths = forward_batch.seq_lens_cpu
-    if lengths is not None and len(lengths) and (longest := int(lengths.max())) > topk:
-        raise RuntimeError(f"a decode batch was planned dense and has a row of {longest} tokens; at most {topk} may be")
+    if lengths is not None and len(lengths) and (longest := int(lengths.max())) > most:
+        raise RuntimeError(f"a decode batch was planned dense and has a row of {longest} tokens; at most {most} may be")
 
 
 def _padded(values: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _store(
     # As SGLang's fused kernel on CUDA, and as its fallback elsewhere.
     quantized = index_keys.quantize(key, rotate=False, powers=not key.is_cuda)
     index_keys.store(*quantized, forward_batch.out_cache_loc, buffer)
-    if forward_batch.forward_mode.is_extend():
+    if forward_batch.forward_mode.is_extend_without_speculative():
         # Never inside a graph, see `methods/dsa/kernel_choice.py`.
         backend.counters.index_keys += len(key)
 

@@ -121,6 +121,7 @@ class Dsa(DecodeMethod):
     config_class = DsaConfig
     attention = "DSA"
     selects_in_model = True
+    verifies = True
     # The indexer makes its own logits and selection, and names tokens by their positions.
     view_buffers = ()
     # Those of this project make float8 of integers.
