@@ -213,10 +213,22 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
             *(kernel_choice.BEST[0], kernel_choice.dotted(facts.capability), facts.kv_dtype, args.tp_size, stages),
         )
     args.sparse_config = chosen.model_dump_json()
+    _require_drafter(args, settings, facts)
     require_stages(args, settings, method.stages, on_gpu(gpu))
     if on_gpu(gpu) and not method.native("attention"):
         replace_tilelang_backend(args, settings)
     return replace(settings, decode=DecodeGroups(settings.decode.names, [method]))
+
+
+def _require_drafter(args: Arguments, settings: Settings, facts: kernel_choice.Facts) -> None:
+    """Refuse drafts by a layer of the model's own: SGLang's kernels run its indexer, whatever runs the others."""
+    own = args.speculative_algorithm and not args.speculative_draft_model_path
+    if own and facts.capability is not None and facts.capability[0] not in kernel_choice.NATIVE_MAJORS:
+        flag = "--speculative-algorithm"
+        message = f"{settings.flag} cannot run with {flag} {args.speculative_algorithm} on a GPU of compute capability "
+        message += f"{kernel_choice.dotted(facts.capability)}: the model's own layer drafts with SGLang's kernels"
+        allowed = "a --speculative-draft-model-path without an indexer"
+        raise SparseArgumentError(message, field=flag, got=args.speculative_algorithm, allowed=allowed)
 
 
 def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:

@@ -86,11 +86,18 @@ OWN_KERNELS = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-conf
         ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
         ["--pp-size", "2"],
         ["--enable-hierarchical-cache"],
-        ["--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3"],
+        ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "DRAFTER"],
     ],
 )
 def test_what_changes_no_selection_runs_beside_dsas_own_kernels(flags: list[str]) -> None:
     assert dry_run.refusal([*OWN_KERNELS, *flags], "DSA", (8, 0)) is None
+
+
+@pytest.mark.parametrize(("gpu", "refused"), [((8, 0), True), ((12, 0), True), ((9, 0), False)])
+def test_a_layer_that_drafts_needs_sglangs_kernels(gpu: tuple[int, int], refused: bool) -> None:
+    said = dry_run.refusal([*OWN_KERNELS, "--speculative-algorithm", "EAGLE"], "DSA", gpu)
+    told = "cannot run with --speculative-algorithm EAGLE on a GPU of compute capability"
+    assert (said is not None and told in said) if refused else said is None
 
 
 @pytest.mark.parametrize("flag", ["--enable-lmcache", "--enable-two-batch-overlap", "--enable-lora"])

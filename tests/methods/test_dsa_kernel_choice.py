@@ -121,7 +121,8 @@ class Args(SimpleNamespace):
         sparse = {"sparse_method": "dsa", "sparse_config": build("dsa", json.loads(config)).config.model_dump_json()}
         backends = {"dsa_prefill_backend": None, "dsa_decode_backend": None, "dsa_topk_backend": "sgl-kernel"}
         backends |= {"dsa_paged_mqa_logits_backend": "auto", "dtype": "auto"}
-        super().__init__(**{**sparse, **backends, "kv_cache_dtype": "auto", "tp_size": 8, **changed})
+        ranks = {"tp_size": 8, "attn_dp_size": 1, "enable_dp_attention": False, "speculative_algorithm": None}
+        super().__init__(**{**sparse, **backends, **ranks, "kv_cache_dtype": "auto", **changed})
 
 
 @pytest.fixture
@@ -239,7 +240,7 @@ def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
         ("auto", False, "--kv-cache-dtype fp8_e5m2", "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16"),
         ("portable", True, "--kv-cache-dtype fp8_e5m2", "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16"),
         ("auto", True, "--tp-size 8 --dp-size 8 --enable-dp-attention", None),
-        ("auto", False, "--dp-size 2", "data parallelism (got 2)"),
+        ("auto", False, "--dp-size 2", None),
         ("auto", True, "--tokenizer-worker-num 2", "several tokenizer workers (got 2)"),
         (
             "portable",
