@@ -29,8 +29,8 @@ def index_logits(
         row_keys = keys[pages].view(torch.float8_e4m3fn).flatten(0, 1)[:longest].double()
         row_scales = scales[pages].flatten()[:longest].double()
         for some in queries.split(max(1, _MOST_PRODUCTS // (longest * q.shape[1]))):
-            products = (q[some].double() @ row_keys.T).relu_()
-            logits = (products * weights[some].double()[..., None]).sum(dim=1) * row_scales
+            products = (q[some].double() @ row_keys.T).relu_().mul_(weights[some].double()[..., None])
+            logits = products.sum(dim=1) * row_scales
             held = torch.arange(longest, device=q.device) < lengths[some, None]
             out[some, :longest] = torch.where(held, logits.float(), out[some, :longest])
     return out

@@ -7,8 +7,8 @@ import torch
 from ..latent_rows.reference import read_latents
 from ..sparse_decode.reference import token_slots
 
-# Rows at a time: bounds the keys that are gathered.
-_ROWS = 16
+# Rows at a time, and how many times the tokens of one they may name together: rows of different requests share none.
+_ROWS, _SHARED = 16, 2
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,33 @@ class Inputs:
 
 def sparse_mla_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     """See ``sparse_mla_decode.sparse_mla_decode``: all query heads share one key, which holds its value."""
-    q_nope, q_rope, counts = inputs.q_nope, inputs.q_rope, inputs.counts
     for first in range(0, len(out), _ROWS):
-        part = slice(first, first + _ROWS)
-        width = int(counts[part].max())
-        if width == 0:
-            out[part] = 0.0
-            continue
-        chosen = inputs.indices[part, :, :width], counts[part], inputs.last_slots[part]
-        slots, valid = token_slots(*chosen, inputs.block_size)
-        # An unwritten slot may hold NaN, which a weight of zero does not remove.
-        latents = _latents(inputs.kv_cache, slots[:, 0], q_nope.shape[2])  # [rows, T, R + r]
-        latents[(~valid[:, 0]).nonzero(as_tuple=True)] = 0.0
-        query = torch.cat([q_nope[part], q_rope[part]], dim=-1).float()
-        logits = query @ latents.mT * (inputs.sm_scale * inputs.kv_scale)
-        weights = logits.masked_fill_(~valid, float("-inf")).softmax(dim=-1)
-        result = weights @ latents[..., : q_nope.shape[2]] * inputs.kv_scale
-        # The softmax over no tokens at all is NaN.
-        out[part] = result.masked_fill_((counts[part] == 0)[..., None], 0.0)
+        _attend(inputs, out, slice(first, min(first + _ROWS, len(out))))
     return out
 
 
-def _latents(kv_cache: torch.Tensor, slots: torch.Tensor, latent_dim: int) -> torch.Tensor:
-    if kv_cache.dtype != torch.uint8:
-        return kv_cache[slots].float()
-    # Neighbours choose much the same, and what they choose is read once.
-    named, places = slots.unique(return_inverse=True)
-    return read_latents(kv_cache[named], latent_dim)[places]
+def _attend(inputs: Inputs, out: torch.Tensor, part: slice) -> None:
+    counts, latent_dim = inputs.counts[part], inputs.q_nope.shape[2]
+    width = int(counts.max())
+    if width == 0:
+        out[part] = 0.0
+        return
+    chosen = inputs.indices[part, :, :width], counts, inputs.last_slots[part]
+    slots, valid = (found[:, 0] for found in token_slots(*chosen, inputs.block_size))
+    # Neighbours in a prompt choose much the same, which is read and multiplied once. An unwritten slot may hold NaN,
+    # which a weight of zero does not remove.
+    named, places = slots[valid].unique(return_inverse=True)
+    if len(named) > _SHARED * slots.shape[1] and len(counts) > 1:
+        for row in range(part.start, part.stop):
+            _attend(inputs, out, slice(row, row + 1))
+        return
+    seen = torch.zeros(len(counts), len(named), dtype=torch.bool, device=slots.device)
+    seen[valid.nonzero(as_tuple=True)[0], places] = True
+    stored = inputs.kv_cache[named]
+    latents = read_latents(stored, latent_dim) if stored.dtype == torch.uint8 else stored.float()  # [named, R + r]
+    query = torch.cat([inputs.q_nope[part], inputs.q_rope[part]], dim=-1).float()
+    logits = query @ latents.T * (inputs.sm_scale * inputs.kv_scale)
+    weights = logits.masked_fill_(~seen[:, None], float("-inf")).softmax(dim=-1)
+    result = weights @ latents[:, :latent_dim] * inputs.kv_scale
+    # The softmax over no tokens at all is NaN.
+    out[part] = result.masked_fill_((counts == 0)[..., None], 0.0)
