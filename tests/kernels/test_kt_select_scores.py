@@ -72,14 +72,12 @@ def naive(arguments: dict[str, Any], row: int, head: int, without: tuple[int, ..
     chosen = sorted(range(len(total)), key=lambda j: (-magnitude[j], j))[: arguments["topr"]]
     candidates = arguments["candidates"][row, head, : arguments["n_candidates"][row, head]].tolist()
     pages = [page for i, page in enumerate(candidates) if i not in without]
+    bounds = arguments["summary"][pages, head].double().cpu()
+    bounds = torch.stack([bounds[:, 0 if total[j] > 0 else 1, j] for j in chosen], dim=1)
     shares = []
     for member in query:
-        logits = []
-        for page in pages:
-            bounds = arguments["summary"][page, head].double().cpu()
-            logits.append(sum(member[j] * bounds[0 if total[j] > 0 else 1, j] for j in chosen))
         scale = arguments["sm_scale"] * (member.abs().sum() / member[chosen].abs().sum()).sqrt()
-        shares.append((torch.tensor(logits, dtype=torch.float64) * scale).log_softmax(dim=0))
+        shares.append((bounds @ member[chosen] * scale).log_softmax(dim=0))
     return (torch.stack(shares).logsumexp(dim=0) - math.log(group)).tolist()
 
 
