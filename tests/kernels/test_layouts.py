@@ -58,6 +58,15 @@ OPERATIONS = (
     Operation("window_score", query="q"),
     Operation("write_latents", "latent_rows", (), query="latent"),
 )
+# Shorter rows than those of an operation's first case.
+FEWER: dict[str, dict[str, Any]] = {
+    "anchor_prefill": {"prefixes": (5, 0), "extends": (11, 20), "group": 2},
+    "page_vote": {"n_pages": (70, 0, 33, 1), "width": 90},
+    "skip_softmax_decode": {"lengths": (330, 0, 130, 1)},
+    "skip_softmax_mla_decode": {"lengths": (330, 0, 130, 1)},
+    "skip_softmax_prefill": {"prefixes": (5, 0), "extends": (11, 20), "group": 2},
+    "window_score": {"lengths": (60, 0, 33, 1), "width": 7},
+}
 # Tensors that need not be dense, but for their last dimension.
 STRIDED = {"q", "q_nope", "q_rope", "k_cache", "v_cache", "kv_cache", "page_table", "block_table", "req_to_token"}
 STRIDED |= {"mass", "logits", "weights", "x", "latent", "rotated", "rows"}
@@ -119,8 +128,7 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
 def inputs_of(operation: Operation, device: str) -> dict[str, Any]:
     cases = importlib.import_module(f"sglang_sparse_kernels.{operation.folder or operation.name}.cases")
     case = next(case for case in cases.CASES if not case.gpu_only)
-    if operation.name.endswith("prefill"):
-        case = replace(case, prefixes=(5, 0), extends=(11, 20))
+    case = replace(case, **FEWER.get(operation.name, {}))
     given = cases.make(case, device)
     if operation.name == "store":
         slots, pages = slots_of(100, 3, device)
