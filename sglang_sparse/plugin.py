@@ -6,7 +6,7 @@ import sys
 
 from setproctitle import getproctitle
 
-# SGLang's processes that call one of the hooked functions or none. The others would import the scheduler there.
+# SGLang's processes that call one hooked function or none: what the other hooks import would load the scheduler.
 DETOKENIZER, CONTROLLER = "sglang::detokenizer", "sglang::data_parallel_controller"
 
 

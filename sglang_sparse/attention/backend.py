@@ -17,6 +17,7 @@ from sglang_sparse.attention.batch import (
     count_sizes,
     load_views,
     real_rows,
+    rows_and_queries,
     view_buffers,
     views_nbytes,
 )
@@ -103,8 +104,7 @@ class SparseAttentionBackend(DelegatingBackend):
         indexed: what a selection in the model keeps for the layers of a pass.
         divide: given by the scheduler, divides rows among rectifying passes; None where one pass is as good.
         verified: tokens of a row in a verification that runs sparse, whose lengths are without them; 0: none does.
-        rows_each: rows of a plan and its views that a row of a batch is: where the model chooses, each of its drafts
-            chooses for itself, and else they share a selection.
+        rows_each: rows that a request has in a plan and its views: one for each draft where the model chooses, else 1.
     """
 
     # Dense or sparse is decided on the host.
@@ -122,7 +122,7 @@ class SparseAttentionBackend(DelegatingBackend):
             method.adopt(runner.model_config)
         self._config = settings.config
         self.verified = arguments.verified_tokens(arguments.of(runner.server_args))
-        self.rows_each = self.verified or 1 if self.method.selects_in_model else 1
+        self.rows_each, self._queries = rows_and_queries(self.method, self.verified)
         self.indexed: IndexerBatch | None = None
         self._pools: aux_buffers.AuxBuffers = getattr(runner.token_to_kv_pool, memory.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
@@ -274,8 +274,8 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def _allocate(self, rows: int) -> Views:
         stats = self.counters.select_stats
-        queries = 1 if self.rows_each > 1 else self.verified or 1
-        return allocate_views(self.groups.methods, rows, self._kv_heads, self._tokens, stats, self._buffers, queries)
+        sizes = rows, self._kv_heads, self._tokens
+        return allocate_views(self.groups.methods, *sizes, stats, self._buffers, self._queries)
 
     def _begin_capture(self, rows: int) -> None:
         """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""

@@ -26,6 +26,17 @@ def real_rows(forward_batch: ForwardBatch) -> int:
     return forward_batch.batch_size - getattr(forward_batch, "num_padding", 0) if padded is None else padded
 
 
+def rows_and_queries(method: DecodeMethod, verified: int) -> tuple[int, int]:
+    """Return how many rows of a view a request has, and how many queries each: drafts share a selection, or a row.
+
+    Args:
+        method: the decode method; where its model chooses, each draft chooses for itself.
+        verified: tokens of a request in a verification, 0 where none runs sparse.
+    """
+    tokens = verified or 1
+    return (tokens, 1) if method.selects_in_model else (1, tokens)
+
+
 def allocate_view(
     rows: int,
     kv_heads: int,

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.batch import allocate_views, count_sizes, regrouped_bytes, view_buffers, views_nbytes
+from sglang_sparse.attention.batch import (
+    allocate_views,
+    count_sizes,
+    regrouped_bytes,
+    rows_and_queries,
+    view_buffers,
+    views_nbytes,
+)
 from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.attention.prompt_selection import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
 from sglang_sparse.attention.protocols import KVPool
@@ -110,18 +117,15 @@ def of_decode(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, t
     captured, eager = decode_batches(kvc.server_args)
     counters = torch.zeros(sum(count_sizes(methods)), dtype=torch.int64, device="meta")
     buffers = view_buffers(methods, model, table_width, dtype, device)
-    queries = arguments.verified_tokens(arguments.of(kvc.server_args)) or 1
-    if settings.method.selects_in_model:
-        # Each draft is a row of its own.
-        captured, eager = ([rows * queries for rows in sizes] for sizes in (captured, eager))
-        queries = 1
-    most, limits = max(captured, default=0), (model.num_kv_heads, table_width, counters)
-    nbytes = views_nbytes(allocate_views(methods, most, *limits, buffers))
+    each, queries = rows_and_queries(settings.method, arguments.verified_tokens(arguments.of(kvc.server_args)))
+    limits = model.num_kv_heads, table_width, counters
+    nbytes = views_nbytes(allocate_views(methods, each * max(captured, default=0), *limits, buffers))
     for batches in (captured, eager):
-        views = allocate_views(methods, max(batches, default=0), *limits, queries=queries)
-        each = [(method, view, rows) for method, view in zip(methods, views, strict=True) for rows in batches]
-        nbytes += max((one.scratch_bytes(model, view.rows(rows), dtype, device) for one, view, rows in each), default=0)
-        nbytes += regrouped_bytes(model, max(batches, default=0), queries, dtype)
+        sizes = [each * requests for requests in batches]
+        views = allocate_views(methods, max(sizes, default=0), *limits, queries=queries)
+        asked = [(method, view.rows(rows)) for method, view in zip(methods, views, strict=True) for rows in sizes]
+        nbytes += max((one.scratch_bytes(model, view, dtype, device) for one, view in asked), default=0)
+        nbytes += regrouped_bytes(model, max(sizes, default=0), queries, dtype)
     graphs = f"CUDA graphs of up to {captured[-1]} rows" if captured else ""
     others = f"{'other ' if graphs else ''}batches of up to {eager[-1]} rows" if eager else ""
     return Need(
@@ -177,7 +181,7 @@ def of_prompts(methods: Sequence[PromptSelector], flag: str, kvc: KVCacheConfigu
 def decode_batches(given: object) -> tuple[list[int], range]:
     """Return the sizes of decode batches: those that CUDA graphs have, and those that may run without one."""
     server_args = arguments.of(given)
-    running = server_args.max_running_requests or MOST_ROWS
+    running = max(1, (server_args.max_running_requests or MOST_ROWS) // server_args.attn_dp_size)
     graphs = server_args.cuda_graph_config.decode
     if graphs.backend == "disabled":
         return [], range(1, running + 1)

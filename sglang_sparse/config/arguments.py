@@ -60,6 +60,7 @@ class Arguments:
     sparse_prefill_method: str | None
     speculative_algorithm: str | None
     speculative_draft_model_path: str | None
+    speculative_draft_model_revision: str | None
     speculative_eagle_topk: int | None
     speculative_num_draft_tokens: int | None
     speculative_num_steps: int | None

@@ -141,8 +141,8 @@ def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
     args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
 
 
-def may_give_way(settings: Settings, gpu: Gpu = None) -> bool:
-    """Whether "auto" was asked for, on a GPU on which all of SGLang's own kernels run.
+def gives_way(settings: Settings, gpu: Gpu = None) -> DsaConfig | None:
+    """Return the config of "native" where "auto" was asked for on a GPU on which all of SGLang's own kernels run.
 
     Args:
         settings: the methods.
@@ -150,7 +150,9 @@ def may_give_way(settings: Settings, gpu: Gpu = None) -> bool:
     """
     config, found = settings.config, capability(gpu) or kernel_choice.BEST
     runs = on_gpu(gpu) and found[0] in kernel_choice.NATIVE_MAJORS and settings.prefill is None
-    return runs and isinstance(config, DsaConfig) and config.implementation == AUTO
+    if not runs or not isinstance(config, DsaConfig) or config.implementation != AUTO:
+        return None
+    return config.model_copy(update={"implementation": NATIVE})
 
 
 def give_way(settings: Settings, judge: Callable[[Settings], Settings], gpu: Gpu = None) -> Settings:
@@ -170,11 +172,10 @@ def give_way(settings: Settings, judge: Callable[[Settings], Settings], gpu: Gpu
     try:
         return judge(settings)
     except SparseArgumentError as error:
-        config = settings.config
-        if not may_give_way(settings, gpu) or not isinstance(config, DsaConfig):
+        config = gives_way(settings, gpu)
+        if config is None:
             raise
-        native = Dsa(config.model_copy(update={"implementation": NATIVE}))
-        judged = judge(replace(settings, decode=DecodeGroups(settings.decode.names, [native])))
+        judged = judge(replace(settings, decode=DecodeGroups(settings.decode.names, [Dsa(config)])))
         logger.info('sglang_sparse: dsa runs with "implementation": "native", as "auto" is refused: %s', error)
         return judged
 
@@ -202,6 +203,8 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
         raise SparseArgumentError(f"{settings.flag}: {reason}", field="sglang")
     with within(f"--sparse-config of {settings.name}: implementation"):
         chosen = config.model_copy(update={"implementation": kernel_choice.resolve(config.implementation, facts)})
+    if on_gpu(gpu):
+        _require_drafter(args, settings)
     other = facts.capability is not None and facts.capability[0] != kernel_choice.BEST[0]
     method = Dsa(chosen)
     float8 = facts.kv_dtype.startswith("fp8") and chosen.implementation != PORTABLE
@@ -213,22 +216,36 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
             *(kernel_choice.BEST[0], kernel_choice.dotted(facts.capability), facts.kv_dtype, args.tp_size, stages),
         )
     args.sparse_config = chosen.model_dump_json()
-    _require_drafter(args, settings, facts)
     require_stages(args, settings, method.stages, on_gpu(gpu))
     if on_gpu(gpu) and not method.native("attention"):
         replace_tilelang_backend(args, settings)
     return replace(settings, decode=DecodeGroups(settings.decode.names, [method]))
 
 
-def _require_drafter(args: Arguments, settings: Settings, facts: kernel_choice.Facts) -> None:
-    """Refuse drafts by a layer of the model's own: SGLang's kernels run its indexer, whatever runs the others."""
-    own = args.speculative_algorithm and not args.speculative_draft_model_path
-    if own and facts.capability is not None and facts.capability[0] not in kernel_choice.NATIVE_MAJORS:
+def _require_drafter(args: Arguments, settings: Settings) -> None:
+    """Refuse drafts by an indexer, as the model's own layer has: a drafter keeps SGLang's kernels.
+
+    Those would read the layout of the KV pool, and run in the place, that belong to this project's.
+    """
+    if not args.speculative_algorithm:
+        return
+    path = args.speculative_draft_model_path or args.model_path
+    if path == args.model_path or _config(path, args.speculative_draft_model_revision).get("index_topk"):
         flag = "--speculative-algorithm"
-        message = f"{settings.flag} cannot run with {flag} {args.speculative_algorithm} on a GPU of compute capability "
-        message += f"{kernel_choice.dotted(facts.capability)}: the model's own layer drafts with SGLang's kernels"
-        allowed = "a --speculative-draft-model-path without an indexer"
+        message = f"{settings.flag} cannot run with {flag} {args.speculative_algorithm} and these kernels: what drafts "
+        message += "has an indexer, which SGLang's would run"
+        allowed = '{"implementation": "native"}, or a --speculative-draft-model-path without an indexer'
         raise SparseArgumentError(message, field=flag, got=args.speculative_algorithm, allowed=allowed)
+
+
+def _config(path: str, revision: str | None) -> Mapping[str, object]:
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(path, revision=revision)[0]
+    except OSError:
+        # SGLang says so.
+        return {}
 
 
 def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
@@ -237,7 +254,8 @@ def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
 
     gpu, here = on_gpu(asked), torch.cuda.is_available()
     model = _model(args)
-    replicas = args.dp_size if args.enable_dp_attention else args.attn_dp_size
+    # Whether the ranks can be divided so, SGLang judges.
+    ranks = max(1, args.tp_size // max(1, args.dp_size if args.enable_dp_attention else args.attn_dp_size))
     usual = torch.cuda.get_device_capability() if here else kernel_choice.BEST
     found = (asked if isinstance(asked, tuple) else usual) if gpu else None
     blackwell = found is not None and found[0] == kernel_choice.NATIVE_MAJORS[-1]
@@ -245,7 +263,7 @@ def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:
         found,
         frozenset(name for name in kernel_choice.PACKAGES if gpu != here or find_spec(name)),
         args.kv_cache_dtype,
-        model.num_attention_heads // (args.tp_size // replicas),
+        model.num_attention_heads // ranks,
         (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
         kernel_choice.raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
     )

@@ -103,7 +103,7 @@ FLAG_LIMITS = (
         "other speculative algorithms",
         lambda args: _drafter(args, served=False) or _other_than("decoupled_spec_role", "null")(args),
         f"their passes are not followed; allowed: {SPARSE_SELF}, {', '.join(DRAFTERS)} with a prefill method alone, or "
-        f"{', '.join(CHAINS)} with --sparse-method resa",
+        f"{', '.join(CHAINS)} with --sparse-method resa or dsa",
     ),
     FlagLimit(
         "prefill-decode disaggregation",
@@ -127,7 +127,11 @@ FLAG_LIMITS = (
         "ranks must agree on the forward mode",
         own_selection=True,
     ),
-    FlagLimit("distributed weights", _above_one("dwdp_size"), "its ranks wait for each other's; not proven yet"),
+    FlagLimit(
+        "distributed weights",
+        _above_one("dwdp_size"),
+        "its ranks lend each other the weights of experts; not proven yet",
+    ),
     FlagLimit("two-batch overlap", _set("enable_two_batch_overlap"), _OTHER_LOOP),
     FlagLimit("PD multiplexing", _set("enable_pdmux"), _OTHER_LOOP),
     FlagLimit("megakernel", _set("enable_nvidia_megakernel"), _OTHER_LOOP),
@@ -200,7 +204,7 @@ VERIFY_LIMITS = (
         "NGRAM",
         lambda args: name if (name := _drafting(args)) and name.upper() not in CHAINS else None,
         "its drafts are a tree, even with --speculative-ngram-max-bfs-breadth 1, and a sparse verification takes a "
-        f"chain; allowed: {SPARSE_SELF}, {', '.join(CHAINS)}",
+        f"chain; allowed: {', '.join(CHAINS)}",
     ),
     FlagLimit(
         "--speculative-eagle-topk",

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
 
 
-# Ends what refuses a flag for this project's kernels of DSA.
-PASSED_THROUGH = 'or leave the flag to SGLang by {"implementation": "native"}, on Hopper and Blackwell'
+# Ends what refuses a flag for this project's kernels of DSA; and what SGLang's own do not serve either.
+PASSED_THROUGH = 'or leave the flag to SGLang by {"implementation": "native"}, on compute capability 9.x and 10.x'
+_NEVER = {"KV cache dtype", *(limit.name for limit in PASSED_THROUGH_LIMITS)}
 
 
 def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
@@ -57,7 +58,7 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     if settings.passes_through:
         return _require_followed(args, settings)
     # SGLang's own kernels serve it, where they run.
-    native = dsa_flags.may_give_way(settings, gpu)
+    native = dsa_flags.gives_way(settings, gpu) is not None
     limits = dict.fromkeys(limit for limit in FLAG_LIMITS if native or excludes(limit, settings.method))
     limits |= dict.fromkeys(limit for method in methods for limit in method.flag_limits)
     if settings.name and (native or not all(method.verifies for method in methods)):
@@ -229,6 +230,7 @@ def _require_none(
     """Refuse flags that a table limits; ``other`` is what is allowed instead: where, and what."""
     if found := _found(args, limits):
         (first, got), (where, allowed) = next(iter(found.items())), other
+        hint = "" if any(limit.name in _NEVER for limit in found) else hint
         message = f"{origin} {_listed(found)}"
         raise SparseArgumentError(message, field=first.name, got=got, allowed=allowed, where=where, hint=hint)
 
@@ -318,7 +320,7 @@ def _require_window(args: Arguments, settings: Settings) -> None:
 
 
 def excludes(limit: FlagLimit | ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
-    """Whether a limit is one of a decode method."""
+    """Whether a limit applies to a decode method."""
     return not (limit.own_selection and method.selects_in_model)
 
 

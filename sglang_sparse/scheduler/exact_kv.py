@@ -46,6 +46,9 @@ def begin_pass(
     prefill_chunks.begin(backend, forward_batch, batch)
     prompt_windows.begin(backend, forward_batch, batch)
     mode = batch.forward_mode
+    if backend.verified:
+        # SGLang may prepare a pass before it begins, that of a rank without requests too.
+        backend.begin(forward_batch)
     step = backend.rectifying
     if isinstance(step, Rectification) and step.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.
@@ -74,18 +77,17 @@ def _begin_decode(
     lengths, covered = batch.seq_lens_cpu.tolist(), plan.covered.tolist()
     exact = all(method.exact for method in backend.groups.methods)
     if backend.verified:
-        # SGLang may prepare the graph before the pass begins.
         backend.begin(forward_batch)
-    if backend.verified and exact:
-        # All that is committed may be shared.
-        for state in states:
-            state.shareable_len = None
-    elif backend.verified:
-        _move_verified(states, lengths, covered)
-    else:
+    if not backend.verified:
         for state, length, dense in zip(states, lengths, covered, strict=True):
             if (dense or exact) and state.shareable_len == length - 1:
                 state.shareable_len = length
+    elif exact:
+        # The model was trained for this KV: all that a verification commits may be shared.
+        for state in states:
+            state.shareable_len = None
+    else:
+        _move_verified(states, lengths, covered)
 
 
 def _plan(backend: SparseAttentionBackend, batch: ScheduleBatch, states: Sequence[RequestState]) -> DecodePlan:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from plain_rocketkv import BLOCK, HEADS, SMALL, Rows, rocketkv
 
-from sglang_sparse.attention.batch import allocate_view, clear_views, load_views
+from sglang_sparse.attention.batch import allocate_view, clear_views, load_views, real_rows, rows_and_queries
 from sglang_sparse.attention.plan import DecodePlan, GroupPlan
+from sglang_sparse.config.settings import build
 from sglang_sparse.methods.base import VIEW_BUFFERS, ModelShape, ViewBuffer
 from sglang_sparse.methods.views import BatchView
 from sglang_sparse_kernels.common import nvrtc
@@ -40,6 +41,21 @@ def test_a_plan_of_bounds_ends_where_the_device_says() -> None:
     load_views((view, second), DecodePlan(held < 0, held > 0, groups, bounded=True), batch, table)
     assert view.n_pages.tolist() == [9, 3, 3, 0]
     assert view.n_select.tolist() == second.n_select.tolist() == [2, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "real"),
+    [({}, 8), ({"num_padding": 3}, 5), ({"_original_batch_size": None}, 8), ({"_original_batch_size": 0}, 0)],
+)
+def test_rows_that_pad_are_no_requests(fields: dict[str, Any], real: int) -> None:
+    batch: Any = SimpleNamespace(batch_size=8, **fields)
+    assert real_rows(batch) == real
+
+
+@pytest.mark.parametrize(("name", "expected"), [("dsa", [(1, 1), (4, 1)]), ("resa", [(1, 1), (1, 4)])])
+def test_drafts_are_rows_where_the_model_chooses(name: str, expected: list[tuple[int, int]]) -> None:
+    method = build(name, {}).method
+    assert [rows_and_queries(method, tokens) for tokens in (0, 4)] == expected
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])

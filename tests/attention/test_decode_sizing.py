@@ -60,6 +60,7 @@ def configurator(
         sparse_config=json.dumps(kwargs.pop("config", OPEN if method == "robsa" else {})),
         page_size=16,
         max_running_requests=running,
+        attn_dp_size=kwargs.pop("replicas", 1),
         cuda_graph_config=SimpleNamespace(decode=graphs),
         disable_cuda_graph_padding=kwargs.pop("unpadded", False),
         chunked_prefill_size=8192,
@@ -106,6 +107,8 @@ def test_batches_by_the_servers_flags() -> None:
     # SGLang captures the limit itself.
     assert batches(running=20, captured=SIZES) == ([1, 2, 4, 8, 16, 20], [])
     assert batches(running=20, captured=[1, 8], unpadded=True) == ([1, 8], list(range(1, 21)))
+    # Each rank of data-parallel attention runs its share.
+    assert batches(running=20, captured=SIZES, replicas=4) == ([1, 2, 4, 5], [])
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -140,6 +143,9 @@ def test_dsa_is_charged_its_portable_attention(monkeypatch: pytest.MonkeyPatch) 
     width = -(-(CONTEXT + EXTRA) // 64) * 64
     logits = 4 * width * (32 * 2**20 // (4 * width))
     assert charge(method="dsa", config={"implementation": "portable"}) == max(taken) + logits and max(taken) > 0
+    # Each of a request's drafts is a row.
+    drafted = charge(method="dsa", config={"implementation": "portable"}, running=6, draft_tokens=4)
+    assert drafted == max(taken[3::4]) + logits
     # Behind SGLang's logits: a mask and a copy, however wide they are, and a copy of those of a decode step.
     assert charge(method="dsa", config={"implementation": "auto"}) == 5 * 8 * 2**20 + 24 * 4 * width
 

@@ -76,6 +76,16 @@ def test_a_longer_step_in_the_same_buffers_is_seen(run) -> None:
     assert backend.indexed.counts.tolist() == [[TOPK], [20]]
 
 
+def test_tokens_that_pad_a_verification_see_nothing(run) -> None:
+    """Where ranks share its tokens they are no multiple of the drafts."""
+    rows = Rows([101, 102, 103], padding=1)
+    assert rows.view is not None
+    rows.view = rows.view.rows(3)
+    backend, model = rows.backend(), Model(rows)
+    assert torch.equal(run(rows, backend, model, 0), defined(rows, model, 0))
+    assert backend.indexed.counts.tolist() == [[TOPK]] * 3 + [[0]]
+
+
 def test_no_table_of_a_pass_is_repeated_for_each_query(run) -> None:
     rows = Rows(**PASSES["prefill"])
     backend = rows.backend()

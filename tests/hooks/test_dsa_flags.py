@@ -1,5 +1,6 @@
 """SGLang's own arguments in a DSA server: those without effect are refused by name, and others are set."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import dsa_flags
+from sglang_sparse.hooks.judge import judge_flags
 from sglang_sparse.methods.dsa.decode import STAGES
 from sglang_sparse.tools import dry_run
 
@@ -76,32 +78,60 @@ def test_a_model_that_is_not_bfloat16(dtype: torch.dtype) -> None:
     dsa_flags.require_dtype(args, DSA, torch.bfloat16, True)
 
 
-OWN_KERNELS = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config", '{"implementation": "portable"}']
+SERVED: list[list[str]] = [
+    ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+    ["--pp-size", "2"],
+    ["--enable-hierarchical-cache"],
+    ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "DRAFTER"],
+]
+WORDS = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config"]
+
+
+def judged(flags: list[str], gpu: tuple[int, int], choice: str = "auto") -> Any:
+    """The methods of a server, judged by its flags."""
+    args = dry_run.parse([*WORDS, json.dumps({"implementation": choice}), *flags])
+    args.page_size = 64
+    return judge_flags(args, build("dsa", {"implementation": choice}), gpu)
+
+
+@pytest.mark.parametrize("flags", [*SERVED, ["--dp-size", "2"]])
+def test_what_changes_no_selection_runs_with_dsas_own_kernels(flags: list[str]) -> None:
+    for gpu, choice in (((8, 0), "auto"), ((8, 0), "portable"), ((9, 0), "portable")):
+        assert not judged(flags, gpu, choice).passes_through
+        assert dry_run.refusal([*WORDS, json.dumps({"implementation": choice}), *flags], "DSA", gpu) is None
+
+
+@pytest.mark.parametrize("flags", SERVED)
+def test_auto_leaves_it_to_sglangs_kernels_where_they_run(flags: list[str]) -> None:
+    assert judged(flags, (9, 0)).passes_through and not judged([], (9, 0)).passes_through
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "field"),
     [
-        ["--dp-size", "2"],
-        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-        ["--pp-size", "2"],
-        ["--enable-hierarchical-cache"],
-        ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "DRAFTER"],
+        (["--enable-lmcache"], "LMCache"),
+        (["--enable-two-batch-overlap"], "two-batch overlap"),
+        (["--enable-lora"], "LoRA"),
+        (["--dwdp-size", "2"], "distributed weights"),
+        (["--speculative-algorithm", "NGRAM"], "NGRAM"),
     ],
 )
-def test_what_changes_no_selection_runs_beside_dsas_own_kernels(flags: list[str]) -> None:
-    assert dry_run.refusal([*OWN_KERNELS, *flags], "DSA", (8, 0)) is None
+def test_other_flags_are_refused_by_name(flags: list[str], field: str) -> None:
+    with refused(field):
+        judged(flags, (8, 0))
 
 
-@pytest.mark.parametrize(("gpu", "refused"), [((8, 0), True), ((12, 0), True), ((9, 0), False)])
-def test_a_layer_that_drafts_needs_sglangs_kernels(gpu: tuple[int, int], refused: bool) -> None:
-    said = dry_run.refusal([*OWN_KERNELS, "--speculative-algorithm", "EAGLE"], "DSA", gpu)
-    told = "cannot run with --speculative-algorithm EAGLE on a GPU of compute capability"
-    assert (said is not None and told in said) if refused else said is None
+@pytest.mark.parametrize("gpu", [(8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("drafter", [[], ["--speculative-draft-model-path", "eval/models/tiny-dsa"]])
+def test_what_drafts_has_no_indexer(gpu: tuple[int, int], drafter: list[str]) -> None:
+    flags = ["--speculative-algorithm", "EAGLE", *drafter]
+    args = dry_run.parse([*WORDS, '{"implementation": "portable"}', *flags])
+    with refused("--speculative-algorithm", "EAGLE"):
+        dsa_flags._require_drafter(args, build("dsa", {"implementation": "portable"}))
+    assert dry_run.refusal([*WORDS, '{"implementation": "portable"}', *flags], "DSA", gpu) is not None
 
 
-@pytest.mark.parametrize("flag", ["--enable-lmcache", "--enable-two-batch-overlap", "--enable-lora"])
-def test_what_those_kernels_lack_sglangs_own_may_serve(flag: str) -> None:
-    said = dry_run.refusal([*OWN_KERNELS, flag], "DSA", (8, 0))
-    assert said is not None and f"{flag.removeprefix('--enable-').split('-')[0]}" in said.lower()
-    assert said.endswith('; or leave the flag to SGLang by {"implementation": "native"}, on Hopper and Blackwell')
+@pytest.mark.parametrize("flags", ["--tp-size 1 --attn-dp-size 2", "--tp-size 2 --dp-size 4 --enable-dp-attention"])
+def test_ranks_that_cannot_be_divided_are_left_to_sglang(flags: str) -> None:
+    """SGLang's own message says why, later in the start."""
+    assert dry_run.refusal([*WORDS, '{"implementation": "portable"}', *flags.split()], "DSA", (8, 0)) is None

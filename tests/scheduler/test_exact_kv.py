@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.batch import rows_and_queries
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.attention.plan import PLAN
 from sglang_sparse.config import settings as config
@@ -50,7 +51,7 @@ def follow(
         prefill=None,
         keeps=(),
         verified=verified,
-        rows_each=verified or 1 if settings.method.selects_in_model else 1,
+        rows_each=rows_and_queries(settings.method, verified)[0],
     )
     backend.lengths = MethodType(SparseAttentionBackend.lengths, backend)
     backend.decodes = MethodType(SparseAttentionBackend.decodes, backend)

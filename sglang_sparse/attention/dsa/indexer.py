@@ -94,7 +94,12 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: ForwardBatch, tok
     rows = numbers[:tokens].clamp(max=len(table) - 1)
     at_once, stats = 0, None
     if view is not None:
-        lengths, wanted, at_once, stats = view.n_pages, view.n_select, tokens, view.stats
+        lengths, wanted, at_once, stats = (
+            _padded(view.n_pages, tokens),
+            _padded(view.n_select, tokens),
+            tokens,
+            view.stats,
+        )
     else:
         lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
         wanted = lengths.clamp(max=topk)
