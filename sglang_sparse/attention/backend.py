@@ -122,7 +122,7 @@ class SparseAttentionBackend(DelegatingBackend):
             method.adopt(runner.model_config)
         self._config = settings.config
         self.verified = arguments.verified_tokens(arguments.of(runner.server_args))
-        self.rows_each, self._queries = rows_and_queries(self.method, self.verified)
+        self.rows_each, _ = rows_and_queries(self.groups.methods[0], self.verified)
         self.indexed: IndexerBatch | None = None
         self._pools: aux_buffers.AuxBuffers = getattr(runner.token_to_kv_pool, memory.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
@@ -274,8 +274,8 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def _allocate(self, rows: int) -> Views:
         stats = self.counters.select_stats
-        sizes = rows, self._kv_heads, self._tokens
-        return allocate_views(self.groups.methods, *sizes, stats, self._buffers, self._queries)
+        _, queries = rows_and_queries(self.groups.methods[0], self.verified)
+        return allocate_views(self.groups.methods, rows, self._kv_heads, self._tokens, stats, self._buffers, queries)
 
     def _begin_capture(self, rows: int) -> None:
         """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""

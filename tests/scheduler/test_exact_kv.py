@@ -55,7 +55,7 @@ def follow(
     )
     backend.lengths = MethodType(SparseAttentionBackend.lengths, backend)
     backend.decodes = MethodType(SparseAttentionBackend.decodes, backend)
-    backend.begin = lambda batch: setattr(batch, "begun", getattr(batch, PLAN))
+    backend.begin = lambda batch: setattr(batch, "begun", getattr(batch, PLAN, None))
     runner = SimpleNamespace(server_args=args, is_draft_worker=draft, attn_backend=backend)
     batch = SimpleNamespace(
         forward_mode=ForwardMode[mode.upper()],
@@ -234,6 +234,12 @@ def test_sparse_verifications_leave_the_exact_length_at_the_prompts_end() -> Non
         plan = getattr(found, PLAN)
         assert plan.sparse and plan is found.begun and int(plan.groups[0].n_pages) == -(-(length + 4) // 16)
         assert exact(one, length) == 700
+
+
+def test_a_rank_without_requests_follows_no_earlier_plan() -> None:
+    """SGLang replays a verification there, too."""
+    drafts = {"algorithm": SpeculativeAlgorithm.STANDALONE, "verified": 4}
+    assert follow("idle", [], [], **drafts).begun is None
 
 
 def test_each_draft_of_a_model_that_chooses_is_a_row_of_its_own() -> None:

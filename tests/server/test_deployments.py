@@ -119,20 +119,6 @@ def test_drafts_are_verified_as_each_would_choose(serve, alone) -> None:
         assert_nothing_leaked(server)
 
 
-def test_ranks_without_requests_follow_verifications(serve, alone) -> None:
-    """Three tokens a verification, which no number of rows makes an even number of."""
-    flags = (*RANKS["data-parallel attention"], *CHAIN, "--speculative-num-steps", "2")
-    with serve(MODEL, *FLAGS, *flags, method="dsa", config={}) as server:
-        assert_same(answers(server), alone)
-        before = states(server)
-        server.generate(**prompts()[0], **ASKED)
-        counted = [
-            now["pages_attended"] - then["pages_attended"] for now, then in zip(states(server), before, strict=True)
-        ]
-        assert min(counted) == 0 < max(counted)
-        assert_nothing_leaked(server)
-
-
 @pytest.mark.parametrize(
     ("method", "options"),
     [
