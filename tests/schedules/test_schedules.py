@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from forked_server import Forked
 
+pytestmark = pytest.mark.long
+
 RUN = Path(__file__).with_name("run.py")
 WORKERS = min(2, len(os.sched_getaffinity(0)))
 

@@ -23,6 +23,8 @@ from server_requests import (
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 PAGE, BLOCK, WINDOW, BUDGET, TOPK, CHUNK = 16, 4, 32, 256, 16, 128
 FLAGS = ("--dtype", "float32", "--context-length", "10240", "--chunked-prefill-size", str(CHUNK))

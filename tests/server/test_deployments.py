@@ -11,7 +11,7 @@ from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, long_texts, untie
 
 from launch.server import ServerProcess
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
 DRAFTER = Path("eval/models/tiny-gqa")
 TOKENS = 24
 CHAIN = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(DRAFTER))

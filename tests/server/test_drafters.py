@@ -17,6 +17,8 @@ from server_requests import (
     sparse_state,
 )
 
+pytestmark = pytest.mark.long
+
 PAGE, GROUP, TOKENS = 16, 128, 24
 METHODS: dict[str, dict[str, Any]] = {
     "anchor": {"theta": 0.5, "block_size": 32, "step": 4, "dense_tail": 0},

@@ -11,7 +11,7 @@ from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, RETRACTING, TOPK, long_
 
 from launch.server import ServerProcess
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
 
 FLOAT8 = (*FLAGS, "--kv-cache-dtype", "fp8_e4m3")
 # With a plugin that forbids the platform's own code of such rows.

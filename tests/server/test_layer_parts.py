@@ -22,6 +22,8 @@ from server_requests import (
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 MODELS = Path(__file__).parent.parent.parent / "eval" / "models"
 GQA, MLA = MODELS / "tiny-gqa", MODELS / "tiny-mla"
 PAGE, KV_HEADS = 16, 2

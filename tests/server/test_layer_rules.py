@@ -8,6 +8,8 @@ from server_requests import ask, assert_exact, assert_nothing_leaked, assert_ref
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 PAGE, KV_HEADS = 16, 2
 TENTH = {"active_ratio": 0.1, "min_pages": 4}
 RULES = {"0-1": "dense", "2": TENTH, "3": {"method": "skip_softmax", "threshold_scale_factor": {"decode": 2000}}}

@@ -19,6 +19,8 @@ from server_requests import (
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 TRAINED = Path("eval/models/tiny-gqa")
 GROUP, CHUNK, SHARED = 256, 512, 1024
 ANCHOR = {"method": "anchor", "block_size": 32, "step": 8}

@@ -20,7 +20,10 @@ from launch.server import free_port
 from sglang_sparse.tools import support_matrix
 from sglang_sparse.tools.support_matrix import Method
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="most methods are refused next to CUDA")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="most methods are refused next to CUDA"),
+]
 
 MODELS = Path("eval/models")
 # Everything is selected, so that answers are dense attention's; the trained indexer of DSA selects as it always does.

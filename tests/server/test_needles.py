@@ -11,6 +11,8 @@ from eval import niah
 from eval.live.record import read_rows
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "eval" / "models" / "tiny-gqa"
 TENTH = {"active_ratio": 0.1, "dense_fallback": "never"}

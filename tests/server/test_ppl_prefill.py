@@ -10,6 +10,8 @@ from eval import niah, ppl_prefill
 from eval.live.record import read_rows
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 BEGINS = 256
 SPARSE = {"block_size": 32, "step": 4, "crossover_tokens": BEGINS, "dense_tail": 0, "theta": 1.0}

@@ -12,6 +12,8 @@ from server_requests import assert_nothing_leaked, sparse_state
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 # No chunk of the prompt ends where a group does, and most groups are cut several times.
 BLOCK, GROUP, CHUNK, LENGTH = 32, 512, 80, 2000
 # Leaves out some keys, not all.

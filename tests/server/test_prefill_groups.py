@@ -2,8 +2,11 @@
 
 import random
 
+import pytest
 from checkpoints import random_qwen3
 from server_requests import ask_all, assert_exact, assert_nothing_leaked, greedy, sparse_state
+
+pytestmark = pytest.mark.long
 
 GROUP = 16 * 128
 # Leaves out some of the keys before a group, not all.

@@ -10,6 +10,8 @@ from server_requests import ask, assert_exact, assert_nothing_leaked, cold, spar
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 GROUP, SHARED, TOKENS = 128, 768, 8
 HEADS_AND_LAYERS = 8 * 4
 CROSSOVER = 2 * GROUP

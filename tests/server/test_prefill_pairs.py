@@ -18,6 +18,8 @@ from server_requests import (
     sparse_state,
 )
 
+pytestmark = pytest.mark.long
+
 PAGE, GROUP, CHUNK, SHARED = 16, 128, 512, 1024
 CHUNKS = ("--chunked-prefill-size", str(CHUNK))
 ANCHOR = {"block_size": 32, "step": GROUP // 32, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 2 * GROUP}

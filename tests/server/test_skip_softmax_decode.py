@@ -26,6 +26,8 @@ from sglang_sparse.methods.skip_softmax.calibration_file import resolved_fields
 from sglang_sparse.tools.calibration.mix import long_mix
 from sglang_sparse.tools.calibration.prompts import Prompts
 
+pytestmark = pytest.mark.long
+
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 PAGE, LAYERS, TILE = 16, 4, 128
 FLAGS = ("--dtype", "float32", "--context-length", "4096")

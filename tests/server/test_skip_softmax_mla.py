@@ -19,6 +19,8 @@ from server_requests import (
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-mla"
 LAYERS = 4
 FLAGS = ("--dtype", "float32", "--context-length", "4096", "--chunked-prefill-size", "512")

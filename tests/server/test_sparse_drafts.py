@@ -29,7 +29,7 @@ COMMON = {"min_seq_len": 0, "crossover_tokens": 0, "check_exactness": True, "rec
 ALL = {**COMMON, "active_ratio": 1.0, "dense_fallback": "never"}
 SOME = {**COMMON, "active_ratio": 0.05, "min_pages": 2}
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="equal answers need float32")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="equal answers need float32")]
 
 
 def drafted_by(model: Path) -> tuple[str, ...]:

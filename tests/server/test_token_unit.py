@@ -13,6 +13,8 @@ from server_requests import ask, assert_nothing_leaked, forced, greedy, logprobs
 
 from launch.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 MODELS = Path("eval/models")
 PAGE, LAYERS = 16, 4
 SINKS, WINDOW, STRIDE = 1, 4, 8
