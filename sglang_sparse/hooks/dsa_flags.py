@@ -141,7 +141,7 @@ def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
     args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
 
 
-def gives_way(settings: Settings, gpu: Gpu = None) -> DsaConfig | None:
+def native_instead(settings: Settings, gpu: Gpu = None) -> DsaConfig | None:
     """Return the config of "native" where "auto" was asked for on a GPU on which all of SGLang's own kernels run.
 
     Args:
@@ -172,7 +172,7 @@ def give_way(settings: Settings, judge: Callable[[Settings], Settings], gpu: Gpu
     try:
         return judge(settings)
     except SparseArgumentError as error:
-        config = gives_way(settings, gpu)
+        config = native_instead(settings, gpu)
         if config is None:
             raise
         judged = judge(replace(settings, decode=DecodeGroups(settings.decode.names, [Dsa(config)])))

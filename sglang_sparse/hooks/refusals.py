@@ -58,7 +58,7 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     if settings.passes_through:
         return _require_followed(args, settings)
     # SGLang's own kernels serve it, where they run.
-    native = dsa_flags.gives_way(settings, gpu) is not None
+    native = dsa_flags.native_instead(settings, gpu) is not None
     limits = dict.fromkeys(limit for limit in FLAG_LIMITS if native or excludes(limit, settings.method))
     limits |= dict.fromkeys(limit for method in methods for limit in method.flag_limits)
     if settings.name and (native or not all(method.verifies for method in methods)):

@@ -121,7 +121,7 @@ class Watch:
         with self._instead(backend, layer_id, stored) as found:
             self._choose(_refuse, *inputs)
         if kept is not None and found:
-            phase = "prefill" if forward_batch.forward_mode.is_extend() else "decode"
+            phase = "prefill" if forward_batch.forward_mode.is_extend_without_speculative() else "decode"
             place = {"layer": layer_id, "phase": phase}
             self._judge(backend, place, kept, found[0], stored, forward_batch.out_cache_loc)
         return given
@@ -139,6 +139,7 @@ class Watch:
             view=None if view is None else replace(view, stats=torch.zeros_like(view.stats)),
             method=SimpleNamespace(native=lambda _: False),
             first_layer=backend.first_layer,
+            verified=backend.verified,
             indexed=self._indexed,
             counters=SimpleNamespace(index_keys=0),
         )
