@@ -91,3 +91,14 @@ def _parse(text: str, suffix: str, flag: str, path: str = "") -> dict[str, objec
         message = f"{origin}: got a {type(data).__name__}, allowed: a mapping of config fields"
         raise SparseArgumentError(message, field=flag, got=data)
     return data
+
+
+def checkpoint_config(path: str, revision: str | None) -> dict[str, object]:
+    """Read the config.json of a checkpoint, a folder or one of the hub.
+
+    Raises:
+        OSError: there is none.
+    """
+    from transformers import PretrainedConfig
+
+    return PretrainedConfig.get_config_dict(path, revision=revision)[0]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sglang_sparse.config.files import checkpoint_config
 from sglang_sparse.config.machine import Gpu, capability, on_gpu
 from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.errors import SparseArgumentError, within
@@ -229,23 +230,19 @@ def _require_drafter(args: Arguments, settings: Settings) -> None:
     """
     if not args.speculative_algorithm:
         return
-    path = args.speculative_draft_model_path or args.model_path
-    if path == args.model_path or _config(path, args.speculative_draft_model_revision).get("index_topk"):
+    path, selects = args.speculative_draft_model_path, True
+    if path and path != args.model_path:
+        try:
+            selects = checkpoint_config(path, args.speculative_draft_model_revision).get("index_topk") is not None
+        except OSError:
+            # SGLang says so.
+            selects = False
+    if selects:
         flag = "--speculative-algorithm"
         message = f"{settings.flag} cannot run with {flag} {args.speculative_algorithm} and these kernels: what drafts "
         message += "has an indexer, which SGLang's would run"
         allowed = '{"implementation": "native"}, or a --speculative-draft-model-path without an indexer'
         raise SparseArgumentError(message, field=flag, got=args.speculative_algorithm, allowed=allowed)
-
-
-def _config(path: str, revision: str | None) -> Mapping[str, object]:
-    from transformers import PretrainedConfig
-
-    try:
-        return PretrainedConfig.get_config_dict(path, revision=revision)[0]
-    except OSError:
-        # SGLang says so.
-        return {}
 
 
 def _facts(args: Arguments, asked: Gpu) -> kernel_choice.Facts:

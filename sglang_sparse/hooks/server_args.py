@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.arguments import CHAIN, CHAINS, Arguments, drafts_itself
-from sglang_sparse.config.files import read_config
+from sglang_sparse.config.files import checkpoint_config, read_config
 from sglang_sparse.config.settings import Settings, build, page_size_fields, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
 from sglang_sparse.errors import SparseArgumentError
@@ -149,10 +149,8 @@ def _choose_chain(args: Arguments) -> None:
 
 
 def _config_json(server_args: Arguments) -> dict[str, object]:
-    from transformers import PretrainedConfig
-
     try:
-        return PretrainedConfig.get_config_dict(server_args.model_path, revision=server_args.revision)[0]
+        return checkpoint_config(server_args.model_path, server_args.revision)
     except OSError as error:
         path = server_args.model_path
         message = f"cannot read config.json of {path}: {error}"

@@ -9,8 +9,6 @@ from server_requests import RETRACT, assert_nothing_leaked, greedy, sparse_state
 from eval import identity
 from launch.server import ServerProcess
 
-pytestmark = pytest.mark.long
-
 LAYERS = 4
 EVERYTHING = {"active_ratio": 1.0, "dense_fallback": "never"}
 CHUNKS = ("--chunked-prefill-size", "512")

@@ -12,8 +12,6 @@ from server_requests import assert_exact, assert_nothing_leaked, greedy, logprob
 
 from launch.server import ServerProcess
 
-pytestmark = pytest.mark.long
-
 PAGE, LAYERS, INTERVAL, TOKENS = 16, 4, 32, 256
 CHUNKS = ("--chunked-prefill-size", "512")
 # Every page is selected, and yet every decode step counts as sparse: so rectification has work to do.
