@@ -46,9 +46,6 @@ def begin_pass(
     prefill_chunks.begin(backend, forward_batch, batch)
     prompt_windows.begin(backend, forward_batch, batch)
     mode = batch.forward_mode
-    if backend.verified:
-        # SGLang may prepare a pass before it begins, that of a rank without requests too.
-        backend.begin(forward_batch)
     step = backend.rectifying
     if isinstance(step, Rectification) and step.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.
@@ -67,6 +64,9 @@ def begin_pass(
             # batch may have an approximate tail.
             if state.shareable_len is None or state.shareable_len >= prefix:
                 state.shareable_len = prefix + extended
+    if backend.verified:
+        # SGLang may prepare a pass before it begins, that of a rank without requests too.
+        backend.begin(forward_batch)
 
 
 def _begin_decode(
@@ -76,8 +76,6 @@ def _begin_decode(
     setattr(forward_batch, PLAN, plan)
     lengths, covered = batch.seq_lens_cpu.tolist(), plan.covered.tolist()
     exact = all(method.exact for method in backend.groups.methods)
-    if backend.verified:
-        backend.begin(forward_batch)
     if not backend.verified:
         for state, length, dense in zip(states, lengths, covered, strict=True):
             if (dense or exact) and state.shareable_len == length - 1:

@@ -94,12 +94,8 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: ForwardBatch, tok
     rows = numbers[:tokens].clamp(max=len(table) - 1)
     at_once, stats = 0, None
     if view is not None:
-        lengths, wanted, at_once, stats = (
-            _padded(view.n_pages, tokens),
-            _padded(view.n_select, tokens),
-            tokens,
-            view.stats,
-        )
+        lengths, wanted = (_padded(counts, tokens) for counts in (view.n_pages, view.n_select))
+        at_once, stats = tokens, view.stats
     else:
         lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
         wanted = lengths.clamp(max=topk)
@@ -141,7 +137,8 @@ def _require_short(forward_batch: ForwardBatch, most: int) -> None:
 
 
 def _padded(values: torch.Tensor, tokens: int) -> torch.Tensor:
-    return pad(values, (0, tokens - len(values)))
+    # Padding by nothing would copy, in each decode step.
+    return values if len(values) == tokens else pad(values, (0, tokens - len(values)))
 
 
 def choose(
