@@ -29,6 +29,8 @@ ON_TWO: dict[str, tuple[str, ...]] = {
     "tp": ("--tp-size", "2", *NCCL),
     "pp": ("--pp-size", "2"),
 }
+# As DeepSeek-V3.2 is usually launched.
+ON_TWO["dp-attention-mtp"] = (*ON_TWO["dp-attention"], *ON_ONE["mtp"])
 TOKENS = 24
 # The second is not selected from; of the third, 2,048 of 9,000 are.
 PROMPTS = random_prompts(3, (40, 2000, 9000), VOCABULARY - 10)
