@@ -45,6 +45,7 @@ class Arguments:
     dtype: str
     enable_dp_attention: bool
     enable_mixed_chunk: bool
+    grpc_mode: bool
     kv_cache_dtype: str
     load_format: str
     max_prefill_tokens: int
@@ -54,6 +55,7 @@ class Arguments:
     quantization_param_path: str | None
     random_seed: int | None
     revision: str | None
+    smg_grpc_mode: bool
     sparse_config: str | dict[str, object] | None
     sparse_method: str | None
     sparse_prefill_config: str | dict[str, object] | None
@@ -64,6 +66,7 @@ class Arguments:
     speculative_eagle_topk: int | None
     speculative_num_draft_tokens: int | None
     speculative_num_steps: int | None
+    tokenizer_path: str | None
     tp_size: int
 
     def __init__(self, record: object):

@@ -86,10 +86,11 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
             raise SparseArgumentError(message, field=name, got=value)
         if not isinstance(value, (int, float, str)):
             raise SparseArgumentError(field=name, got=value, allowed="a number, or true or false")
-    forced = params.get(FORCED_TOKENS, [])
-    if not isinstance(forced, list) or not all(type(token) is int and token >= 0 for token in forced):
-        message = f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids"
-        raise SparseArgumentError(message, field=FORCED_TOKENS, got=forced)
+    given = params.get(FORCED_TOKENS, [])
+    forced = [_whole(token) for token in given] if isinstance(given, list) else [None]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in forced):
+        message = f"{FORCED_TOKENS}: got {str(given)[:80]}, allowed: a list of token ids"
+        raise SparseArgumentError(message, field=FORCED_TOKENS, got=given)
     decode = _decode_with(settings.decode, overrides)
     interval = getattr(decode.config, "rectify_interval", 0) if sparse else 0
     if params.get("exact_prefix") is True:
@@ -151,12 +152,19 @@ def _overrides(params: Mapping[str, object], names: Sequence[str]) -> Overrides:
     return tuple((name, type(params[name]), params[name]) for name in names if name in params)
 
 
+def _whole(value: object) -> object:
+    """Return a whole number as one: in a message of gRPC all numbers are floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _config_with(config: C, overrides: Overrides) -> C:
     # A field is for the methods that have it.
     overrides = tuple(one for one in overrides if one[0] in config.request_fields)
     if not overrides:
         return config
-    fields = config.model_dump() | {name: value for name, _, value in overrides}
+    integers = {name for name, field in type(config).model_fields.items() if field.annotation is int}
+    asked = {name: _whole(value) if name in integers else value for name, _, value in overrides}
+    fields = config.model_dump() | asked
     if fields.get("rectify_interval") == 0 and "rectify_on_finish" in fields:
         fields["rectify_on_finish"] = False
     try:

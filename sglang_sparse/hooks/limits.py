@@ -77,7 +77,6 @@ _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sp
 _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
 _COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
-_UNSEEN = "the options of its requests would not be validated"
 TREE_CORES = ("rust", "python")
 _OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
 
@@ -168,10 +167,6 @@ FLAG_LIMITS = (
         "splits and the crossover depend on the batch, so a request's output depends on its neighbours",
     ),
     FlagLimit("embedding serving", _set("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
-    FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar"), _UNSEEN),
-    FlagLimit("gRPC serving by the environment", _environment("SGLANG_GRPC_PORT"), _UNSEEN),
-    FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
-    FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
     FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
     FlagLimit("radix tree core", _foreign_core, _OWN_TREE),
     FlagLimit(
@@ -179,13 +174,6 @@ FLAG_LIMITS = (
         lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
         f"allowed: {', '.join(KV_DTYPES)}",
     ),
-)
-
-# Of servers that leave all to SGLang, which judges everything else.
-PASSED_THROUGH_LIMITS = (
-    FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode"), _UNSEEN),
-    FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
-    FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
 )
 
 # Of servers with a decode method that does not verify drafts.

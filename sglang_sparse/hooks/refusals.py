@@ -20,7 +20,6 @@ from sglang_sparse.hooks.limits import (
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
     MODEL_LIMITS,
-    PASSED_THROUGH_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
     VERIFY_LIMITS,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 # Ends what refuses a flag for this project's kernels of DSA; and what SGLang's own do not serve either.
 PASSED_THROUGH = 'or leave the flag to SGLang by {"implementation": "native"}, on compute capability 9.x and 10.x'
-_NEVER = {"KV cache dtype", *(limit.name for limit in PASSED_THROUGH_LIMITS)}
+_NEVER = {"KV cache dtype"}
 
 
 def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
@@ -97,7 +96,6 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
 
 def _require_followed(args: Arguments, settings: Settings) -> None:
     """Refuse what this plugin cannot follow where SGLang computes all."""
-    _require_none(args, PASSED_THROUGH_LIMITS, f"{settings.flag} cannot run with")
     if drafts_itself(args):
         _require_drafts(args, settings)
 

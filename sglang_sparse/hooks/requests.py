@@ -1,9 +1,10 @@
-"""Validate a request's options when it arrives."""
+"""Validate the options of requests in the scheduler, where all arrive, and in a tokenizer that has the plugin."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import (
@@ -19,36 +20,110 @@ from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import refusals
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.sampling.sampling_params import SamplingParams
 
 
-def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: object, **kwargs: object) -> Any:
+def refuse_bad_options(
+    original: Callable[..., TokenizedGenerateReqInput], manager: TokenizerManager, *args: object, **kwargs: object
+) -> TokenizedGenerateReqInput:
     """Around ``TokenizerManager._create_tokenized_object``: end a request with a bad field with HTTP status 400.
+
+    The scheduler would do so too, but only after the answer to a streamed request has begun. Further tokenizer
+    processes and servers in other languages leave it to the scheduler.
 
     Raises:
         SparseArgumentError: names the field, its value and the allowed ones.
     """
+    tokenized = original(manager, *args, **kwargs)
     settings = settings_of(manager.server_args)
     if settings is not None:
-        sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
-        options = _validate(settings, manager, sampling.get("custom_params"))
-        tokenized = original(manager, obj, *args, **kwargs)
-        width = tokenized.sampling_params.beam_width or 1
-        if width > 1 and not (settings.passes_through and not options.forced_tokens):
-            raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
-        server = arguments.of(manager.server_args)
-        if arguments.drafts_itself(server):
-            _require_exact_sampling(tokenized.sampling_params, options)
-        if server.speculative_algorithm and options.forced_tokens:
-            where = f"with --speculative-algorithm {server.speculative_algorithm}"
-            raise SparseArgumentError(field=FORCED_TOKENS, got=options.forced_tokens[:8], allowed="none", where=where)
-        if NAMESPACE in (getattr(tokenized, "extra_key", None) or ""):
-            allowed = f"anything without {NAMESPACE!r}"
-            raise SparseArgumentError(field="extra_key", got=tokenized.extra_key, allowed=allowed)
-        if not settings.passes_through:
-            tokenized.extra_key = namespaced(tokenized.extra_key, options)
-        return tokenized
-    return original(manager, obj, *args, **kwargs)
+        _require_options(settings, manager, tokenized)
+    return tokenized
+
+
+def admit(
+    original: Callable[..., Req],
+    scheduler: Scheduler,
+    received: TokenizedGenerateReqInput,
+    *args: object,
+    **kwargs: object,
+) -> Req:
+    """Around ``Scheduler._create_generation_req``: end a request with a bad field, and give others their namespace.
+
+    Args:
+        original: SGLang's method.
+        scheduler: SGLang's.
+        received: the request as the tokenizer or another server has sent it. A later pipeline stage may get the same
+            object, so its options stay as they are.
+        *args: of the new ``Req``.
+        **kwargs: of the new ``Req``.
+
+    Returns:
+        SGLang's ``Req``; one with a bad field is aborted with HTTP status 400.
+    """
+    settings = settings_of(scheduler.server_args)
+    if settings is None:
+        return original(scheduler, received, *args, **kwargs)
+    try:
+        options = _require_options(settings, scheduler, received)
+    except SparseArgumentError as error:
+        request = original(scheduler, received, *args, **kwargs)
+        request.sampling_params = copy.copy(request.sampling_params)
+        request.sampling_params.custom_params = None
+        # The prompt of an aborted request is one token.
+        received.return_logprob, received.logprob_start_len = False, -1
+        request.set_finish_with_abort(str(error))
+        return request
+    if not settings.passes_through:
+        kwargs["extra_key"] = namespaced(received.extra_key, options)
+    return original(scheduler, received, *args, **kwargs)
+
+
+def _require_options(
+    settings: Settings, owner: Scheduler | TokenizerManager, tokenized: TokenizedGenerateReqInput
+) -> RequestOptions:
+    """Return a request's options.
+
+    Args:
+        settings: the server's.
+        owner: who has the server's arguments and model.
+        tokenized: the request.
+
+    Raises:
+        SparseArgumentError: names the field, its value and the allowed ones.
+    """
+    sampling, server = tokenized.sampling_params, arguments.of(owner.server_args)
+    params = sampling.custom_params
+    if params is not None and not isinstance(params, dict):
+        raise SparseArgumentError(field="custom_params", got=params, allowed="a mapping")
+    options = parse_options(settings, params)
+    refusals.require_interval(options.rectify_interval, server, owner.model_config)
+    drafts = arguments.drafts_itself(server)
+    if not options.lossless and not drafts:
+        allowed = f"true on this server; --speculative-algorithm {arguments.SPARSE_SELF} has it draft"
+        raise SparseArgumentError(field=LOSSLESS, got=False, allowed=allowed)
+    _require_forced(options.forced_tokens, server.speculative_algorithm, owner.model_config.vocab_size)
+    width = sampling.beam_width or 1
+    if width > 1 and not (settings.passes_through and not options.forced_tokens):
+        raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
+    if drafts:
+        _require_exact_sampling(sampling, options)
+    if NAMESPACE in (tokenized.extra_key or ""):
+        allowed = f"anything without {NAMESPACE!r}"
+        raise SparseArgumentError(field="extra_key", got=tokenized.extra_key, allowed=allowed)
+    return options
+
+
+def _require_forced(tokens: tuple[int, ...], drafter: str | None, vocabulary: int) -> None:
+    if tokens and drafter:
+        where = f"with --speculative-algorithm {drafter}"
+        raise SparseArgumentError(field=FORCED_TOKENS, got=tokens[:8], allowed="none", where=where)
+    if tokens and max(tokens) >= vocabulary:
+        raise SparseArgumentError(field=FORCED_TOKENS, got=max(tokens), allowed=f"ids below {vocabulary}")
 
 
 # What of a request's sampling parameters changes with each token, and the value that changes nothing.
@@ -70,18 +145,3 @@ def _require_exact_sampling(params: SamplingParams, options: RequestOptions) -> 
         )
     if not options.lossless and any((params.json_schema, params.regex, params.ebnf, params.structural_tag)):
         raise SparseArgumentError(field=LOSSLESS, got=False, allowed="true", where="with a grammar")
-
-
-def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:
-    if params is not None and not isinstance(params, dict):
-        raise SparseArgumentError(field="custom_params", got=params, allowed="a mapping")
-    options = parse_options(settings, params)
-    refusals.require_interval(options.rectify_interval, arguments.of(manager.server_args), manager.model_config)
-    if not options.lossless and not arguments.drafts_itself(arguments.of(manager.server_args)):
-        allowed = f"true on this server; --speculative-algorithm {arguments.SPARSE_SELF} has it draft"
-        raise SparseArgumentError(field=LOSSLESS, got=False, allowed=allowed)
-    vocabulary = manager.model_config.vocab_size
-    if any(token >= vocabulary for token in options.forced_tokens):
-        got, allowed = max(options.forced_tokens), f"ids below {vocabulary}"
-        raise SparseArgumentError(field=FORCED_TOKENS, got=got, allowed=allowed)
-    return options

@@ -175,7 +175,11 @@ def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv:
     try:
         server_args = original(argv)
         ours = any(getattr(server_args, name) is not None for name in SparseServerArgs.__annotations__)
-        if ours or drafts_itself(arguments.of(server_args)):
+        args = arguments.of(server_args)
+        if ours or drafts_itself(args):
+            if (args.smg_grpc_mode or args.grpc_mode) and args.tokenizer_path is None:
+                # SGLang's launcher does so before it resolves, and cannot afterwards.
+                args.tokenizer_path = args.model_path
             server_args.resolve_once()
         return server_args
     except (SparseArgumentError, UnsupportedSGLangError) as error:

@@ -123,8 +123,15 @@ HOOKS = (
         "self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None",
         "AROUND",
         "hooks.requests:refuse_bad_options",
-        "answer a bad field in a request's custom_params with HTTP status 400",
+        "answer a bad field in a request's custom_params with HTTP status 400 before a stream begins",
         process="main",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler._create_generation_req",
+        "self, recv_req, *args, **kwargs",
+        "AROUND",
+        "hooks.requests:admit",
+        "the same for requests that no tokenizer with the plugin has seen; give requests their radix namespace",
     ),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

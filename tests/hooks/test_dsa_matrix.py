@@ -24,12 +24,8 @@ GLM = {
     "index_skip_topk_offset": 3,
 }
 # Flags with a value that SGLang accepts and the method refuses, and why.
-UNSEEN = "requests arrive past the tokenizer manager of the main process, which validates their options"
 OTHER_BACKEND = "SGLang would attend to everything and not say so: nothing of DSA would run"
 REFUSED = {
-    "tokenizer_worker_num": UNSEEN,
-    "smg_grpc_mode": UNSEEN,
-    "grpc_mode": UNSEEN,
     "attention_backend": OTHER_BACKEND,
     "decode_attention_backend": OTHER_BACKEND,
     "prefill_attention_backend": OTHER_BACKEND,

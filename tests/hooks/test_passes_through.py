@@ -121,13 +121,11 @@ def test_beams_are_served_unless_tokens_are_forced(
 ) -> None:
     args = SimpleNamespace(**{**vars(SERVER), "sparse_config": f'{{"implementation": "{implementation}"}}'})
     args.speculative_algorithm = None
-    manager = SimpleNamespace(
-        server_args=args, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100)
-    )
-    asked = SimpleNamespace(sampling_params={"custom_params": {"forced_tokens": forced}})
-    tokenized = SimpleNamespace(sampling_params=SimpleNamespace(beam_width=2), extra_key=None)
+    manager = SimpleNamespace(server_args=args, model_config=SimpleNamespace(vocab_size=100))
+    sampling = SimpleNamespace(beam_width=2, custom_params={"forced_tokens": forced})
+    tokenized = SimpleNamespace(sampling_params=sampling, extra_key=None)
     if implementation == "native" and not forced:
-        assert requests.refuse_bad_options(lambda *_: tokenized, manager, asked) is tokenized
+        assert requests.refuse_bad_options(lambda *_: tokenized, manager, None) is tokenized
         return
     with refused("beam_width", 2):
-        requests.refuse_bad_options(lambda *_: tokenized, manager, asked)
+        requests.refuse_bad_options(lambda *_: tokenized, manager, None)
