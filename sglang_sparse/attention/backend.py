@@ -112,6 +112,10 @@ class SparseAttentionBackend(DelegatingBackend):
     verified: int = 0
     rows_each: int = 1
     attends_alone: bool = False
+    # Slots that are loaded for the next extend pass.
+    _expected: torch.Tensor | None = None
+    # The mode and batch size that the dense backend is prepared to capture.
+    _captured: tuple[ForwardMode, int] | None = None
 
     def __init__(self, dense: Any, runner: ModelRunner, settings: Settings):
         super().__init__(dense)
@@ -156,10 +160,9 @@ class SparseAttentionBackend(DelegatingBackend):
         self._graph_views: Views | None = None
         self._eager_views: Views | None = None
         self._last_slots: dict[int, torch.Tensor] | None = None
+        self._expected = self._captured = None
         # Of the pass that runs, or ran last.
         self._planned: DecodePlan | None = None
-        # The mode and batch size that the dense backend is prepared to capture.
-        self._captured: tuple[ForwardMode, int] | None = None
         # The scheduler's, while a step that rectifies is launched.
         self.rectifying: object | None = None
         self.seal()
@@ -172,6 +175,16 @@ class SparseAttentionBackend(DelegatingBackend):
     def begin(self, forward_batch: ForwardBatch) -> None:
         """Take the plan of the batch that runs next, which the scheduler has left on it."""
         self._planned = getattr(forward_batch, PLAN, None)
+
+    def expect(self, slots: torch.Tensor) -> None:
+        """Let the extend pass that runs next compute the entries of pages that another one wrote and now come back.
+
+        Args:
+            slots: ``[tokens]`` int64, those of whole pages, request after request in the order of positions.
+        """
+        if self._decoding.last_layer >= 0:
+            self._expected = slots
+            self.counters.arrived_pages += len(slots) // self._pools.page_size
 
     def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
         """Return what was decided for the batch that runs, of these KV lengths, ``[rows]`` on the CPU.
@@ -377,4 +390,9 @@ class SparseAttentionBackend(DelegatingBackend):
             ends = self._last_slots = {size: aux_buffers.page_ends(slots, size) for size in sizes}
             for last_slots in ends.values():
                 self.counters.add_extend(last_slots)
+            if (expected := self._expected) is not None:
+                self._expected = None
+                self._decoding.await_keys()
+                for size in sizes:
+                    ends[size] = torch.cat([ends[size], aux_buffers.page_ends(expected, size)])
         return ends

@@ -128,6 +128,7 @@ class Counters:
         drafts: what rounds of lossless decoding did; None on servers without it.
         aux_bytes: bytes of the page summaries, and of the pages that drafts share, on this rank.
         sparse_layers: layers that run sparse.
+        arrived_pages: pages whose entries were computed again as they came back from host memory.
         index_keys: keys that this project's indexer stored in prefill, over all layers.
         decodes: whether a decode method is at work.
         prefills: whether a prefill method is.
@@ -156,7 +157,7 @@ class Counters:
         self._prefill = prefill
         self.keeps = keeps
         self._dsa = settings.method if isinstance(settings.method, Dsa) else None
-        self.index_keys = 0
+        self.index_keys = self.arrived_pages = 0
         self.sparse_layers = len(aux_pools.layers)
         self.decodes = settings.name is not None
         self.prefills = prefill is not None
@@ -274,6 +275,7 @@ class Counters:
             "active_fraction": attended / held if held else 0.0,
             "max_active_fraction": max(fractions, default=None),
             "extend_pages_summarised": int(self._extend_pages),
+            "arrived_pages_summarised": self.arrived_pages,
             "summary_overflows": int(self._pools.overflows),
             "kv_bytes_per_token": self._pools.kv_bytes_per_token,
             "aux_bytes": self.aux_bytes,

@@ -61,6 +61,11 @@ class DecodePath:
         for entry_tokens, slots in last_slots.items():
             self._aux.refresh(self._k_caches, slots, entry_tokens=entry_tokens)
 
+    def await_keys(self) -> None:
+        """Let the current stream wait for keys that are being loaded from host memory into any of the layers."""
+        for layer in self._k_caches:
+            self._kv_pool.get_key_buffer(layer)
+
     def attend(
         self,
         q: torch.Tensor,

@@ -105,6 +105,7 @@ class Req(Protocol):
     sampling_params: SamplingParams
     kv: schedule_batch.ReqKvInfo
     prefix_len: int
+    host_hit_length: int
     extend_end: int | None
     lock: TreeLock | None
     last_node: object

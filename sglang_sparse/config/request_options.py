@@ -86,11 +86,7 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
             raise SparseArgumentError(message, field=name, got=value)
         if not isinstance(value, (int, float, str)):
             raise SparseArgumentError(field=name, got=value, allowed="a number, or true or false")
-    given = params.get(FORCED_TOKENS, [])
-    forced = [_whole(token) for token in given] if isinstance(given, list) else [None]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in forced):
-        message = f"{FORCED_TOKENS}: got {str(given)[:80]}, allowed: a list of token ids"
-        raise SparseArgumentError(message, field=FORCED_TOKENS, got=given)
+    forced = _token_ids(params.get(FORCED_TOKENS, []))
     decode = _decode_with(settings.decode, overrides)
     interval = getattr(decode.config, "rectify_interval", 0) if sparse else 0
     if params.get("exact_prefix") is True:
@@ -100,7 +96,7 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
                 message = f"{name}: has no meaning for a request with exact_prefix: true"
                 raise SparseArgumentError(message, field=name, got=value)
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
-    return RequestOptions(decode, sparse, interval, tuple(forced), prefill, namespace, _asked(params, LOSSLESS))
+    return RequestOptions(decode, sparse, interval, forced, prefill, namespace, _asked(params, LOSSLESS))
 
 
 def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
@@ -155,6 +151,15 @@ def _overrides(params: Mapping[str, object], names: Sequence[str]) -> Overrides:
 def _whole(value: object) -> object:
     """Return a whole number as one: in a message of gRPC all numbers are floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _token_ids(given: object) -> tuple[int, ...]:
+    tokens = [_whole(token) for token in given] if isinstance(given, list) else [None]
+    found = tuple(token for token in tokens if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
+    if len(found) < len(tokens):
+        message = f"{FORCED_TOKENS}: got {str(given)[:80]}, allowed: a list of token ids"
+        raise SparseArgumentError(message, field=FORCED_TOKENS, got=given)
+    return found
 
 
 def _config_with(config: C, overrides: Overrides) -> C:

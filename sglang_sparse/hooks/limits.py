@@ -109,7 +109,6 @@ FLAG_LIMITS = (
         _other_than("disaggregation_mode", "null"),
         _OTHER_WRITER,
     ),
-    FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _OTHER_WRITER, own_selection=True),
     FlagLimit(
         "the KV canary",
         _other_than("kv_canary", "none"),
@@ -285,6 +284,11 @@ PREFILL_LIMITS = (
         "adaptive speculative decoding",
         lambda args: _drafting(args) and _set("speculative_adaptive")(args),
         "each number of drafts has an attention backend of its own, and the counts of one would be reported",
+    ),
+    FlagLimit(
+        "storage behind the hierarchical cache",
+        _set("hicache_storage_backend"),
+        "SGLang looks there for the prompt's own tokens, and groups have separate keys",
     ),
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have separate keys in the radix tree"),
     FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),

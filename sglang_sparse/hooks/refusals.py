@@ -90,6 +90,9 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     if settings.check_exactness and args.disable_radix_cache:
         message = f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache"
         raise SparseArgumentError(message, field="check_exactness", got=True, hint="leave one of them out")
+    if settings.check_exactness and args.hicache_storage_backend:
+        message = f"{settings.flag}: check_exactness does not follow what storage puts into the prefix cache"
+        raise SparseArgumentError(message, field="check_exactness", got=True, hint="leave one of them out")
     if not on_gpu(gpu):
         _require_cpu_backends(args, settings)
 

@@ -15,7 +15,7 @@ from sglang_sparse.attention.native_counts import native_counts
 from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
+from sglang_sparse.scheduler import arrivals, forced_tokens, prefill_chunks, prompt_windows
 from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, LATER
 from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
@@ -59,6 +59,7 @@ def begin_pass(
     if backend.decodes(mode):
         _begin_decode(backend, forward_batch, batch, states)
     elif mode.is_extend_without_speculative():
+        arrivals.begin(backend, batch)
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
             # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
             # batch may have an approximate tail.

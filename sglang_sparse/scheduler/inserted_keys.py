@@ -77,7 +77,9 @@ class InsertedKeys:
                 f"the radix tree holds {len(held)} slots, {len(held) - len(known) * size} of them of sequences that "
                 "nobody has inserted"
             )
-        self._keys = [path.key for path in found]
+        if self._tree.cache_controller is None:
+            # What a hierarchical cache keeps in host memory may come back.
+            self._keys = [path.key for path in found]
         return found
 
 

@@ -22,10 +22,11 @@ from sglang_sparse.attention.protocols import ForwardBatch, PrefillAdder, RadixT
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
+from sglang_sparse.scheduler import arrivals
 from sglang_sparse.scheduler.compaction import room_for_a_copy
 from sglang_sparse.scheduler.partial_batch import DENSE_PASS
 from sglang_sparse.scheduler.prompt_windows import outside, window_start
-from sglang_sparse.scheduler.request_fields import prefix_len
+from sglang_sparse.scheduler.request_fields import matched_len, prefix_len
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
@@ -154,8 +155,8 @@ def add_request(
 
     And it leaves room for what requests copy of their prompts, see ``room_for_a_copy``.
     """
-    if _end_where_allowed(adder, request):
-        with room_for_a_copy(current_settings(), adder, request):
+    if _end_where_allowed(adder, request, matched_len(request)):
+        with room_for_a_copy(current_settings(), adder, request), arrivals.noted(request):
             return original(adder, request, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -170,12 +171,12 @@ def add_chunk(original: Callable[..., object], adder: PrefillAdder, request: Req
     """
     # SGLang may give others a share of the pass (``--schedule-policy shortest-prefill-first``).
     memory = min(int(adder.rem_total_tokens), adder.chunked_req_limit or sys.maxsize)
-    _end_where_allowed(adder, request, memory if memory > 0 else sys.maxsize)
+    _end_where_allowed(adder, request, prefix_len(request), memory if memory > 0 else sys.maxsize)
     return original(adder, request)
 
 
-def _end_where_allowed(adder: PrefillAdder, request: Req, memory: int = sys.maxsize) -> bool:
-    """Set the chunk budget to what ends a chunk of the request where it may end; returns whether there is any such.
+def _end_where_allowed(adder: PrefillAdder, request: Req, start: int, memory: int = sys.maxsize) -> bool:
+    """Set the chunk budget to what ends a chunk from ``start`` where it may end; returns whether there is any such.
 
     That is at a boundary of the prefill method, and not within the window of the decode method.
 
@@ -188,8 +189,7 @@ def _end_where_allowed(adder: PrefillAdder, request: Req, memory: int = sys.maxs
     """
     method, budget = sharing_method(request), adder.rem_chunk_tokens
     window, prompt = window_start(current_settings(), request), len(request.origin_input_ids)
-    start, end = prefix_len(request), len(request.full_untruncated_fill_ids)
-    size = adder.page_size
+    end, size = len(request.full_untruncated_fill_ids), adder.page_size
     if (method is None and window is None) or budget is None or -(-(end - start) // size) * size <= min(budget, memory):
         return True
     for tokens in (budget, budget + _mixed_rows(adder)):

@@ -25,6 +25,11 @@ def prefix_len(request: Req) -> int:
     return request.prefix_len
 
 
+def matched_len(request: Req) -> int:
+    """Return the tokens that a request which is not admitted yet has found, in the KV pool or in host memory."""
+    return request.prefix_len + request.host_hit_length
+
+
 def prefill_end(request: Req) -> int | None:
     """Return where the last chunk of a request's prompt ends; None before its first chunk.
 

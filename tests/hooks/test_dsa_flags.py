@@ -81,7 +81,6 @@ def test_a_model_that_is_not_bfloat16(dtype: torch.dtype) -> None:
 SERVED: list[list[str]] = [
     ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
     ["--pp-size", "2"],
-    ["--enable-hierarchical-cache"],
     ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "DRAFTER"],
 ]
 WORDS = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config"]
@@ -94,7 +93,7 @@ def judged(flags: list[str], gpu: tuple[int, int], choice: str = "auto") -> Any:
     return judge_flags(args, build("dsa", {"implementation": choice}), gpu)
 
 
-@pytest.mark.parametrize("flags", [*SERVED, ["--dp-size", "2"]])
+@pytest.mark.parametrize("flags", [*SERVED, ["--dp-size", "2"], ["--enable-hierarchical-cache"]])
 def test_what_changes_no_selection_runs_with_dsas_own_kernels(flags: list[str]) -> None:
     for gpu, choice in (((8, 0), "auto"), ((8, 0), "portable"), ((9, 0), "portable")):
         assert not judged(flags, gpu, choice).passes_through

@@ -73,7 +73,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("other speculative algorithms", "speculative_algorithm", "DFLASH"),
             on("other speculative algorithms", "decoupled_spec_role", "drafter"),
             on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
-            on("hierarchical cache", "enable_hierarchical_cache"),
             on("LMCache", "enable_lmcache"),
             on("FlexKV", "enable_flexkv"),
             on("changing PD roles", "enable_pd_role_switch"),
@@ -199,6 +198,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-prefill-method anchor cannot run with ",
         (
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
+            on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
             on("KV cache events", "kv_events_config", "{}"),
             on("multi-item scoring", "enable_mis"),
         ),

@@ -61,6 +61,7 @@ class Block:
             "radix": "on" if options.radix else "off",
             "apart": "on" if options.apart else "off",
             "core": options.core,
+            "host": options.host,
             "drafts": options.drafts,
             "steps": self.steps,
             "first-seed": seed,

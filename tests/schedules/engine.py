@@ -18,12 +18,10 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
-from sglang.srt.runtime_context import SpawnRanks, get_server_args, publish
+from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from sglang_sparse.config import request_options
-from sglang_sparse.config import settings as config
 from sglang_sparse.scheduler.inserted_keys import remember_inserts
 
 VOCABULARY = 300
@@ -54,6 +52,7 @@ class EngineOptions:
         apart: rectify each row in a pass of its own, as long rows are on a GPU.
         core: the core of SGLang's radix tree.
         drafts: tokens that the sparse method drafts a round, for a dense pass to verify; 0 for none.
+        host: tokens of the host memory behind the KV pool, in sizes of that; 0 for none.
         drafter: an algorithm of SGLang that drafts instead, with a random drafter. Without a decode method its
             verifications are dense.
     """
@@ -71,6 +70,7 @@ class EngineOptions:
     core: str = "rust"
     drafts: int = 0
     drafter: str | None = None
+    host: int = 0
 
     @property
     def pages(self) -> int:
@@ -207,6 +207,8 @@ class Engine:
             disable_overlap_schedule=not options.overlap,
             enable_mixed_chunk=options.mixed,
             disable_radix_cache=not options.radix,
+            enable_hierarchical_cache=options.host > 0,
+            hicache_ratio=options.host or 2.0,
             # Admits more than fits, which is what makes the pool run full in the middle of decoding.
             schedule_conservativeness=0.1,
             log_level="error",
@@ -294,9 +296,6 @@ def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool
     """A tokenized request as the tokenizer process would send it."""
     params = SamplingParams(**sampling)
     params.normalize(None)
-    settings = config.settings_of(get_server_args())  # pyright: ignore[reportArgumentType]
-    assert settings is not None
-    options = request_options.parse_options(settings, params.custom_params)
     return TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
@@ -310,7 +309,6 @@ def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
-        extra_key=request_options.namespaced(None, options),
     )
 
 

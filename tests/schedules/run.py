@@ -18,6 +18,8 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, DRAFTER_VARIANTS, FAMILIES, HOST_VARIANTS, MIXED_VARIANTS
+
 if TYPE_CHECKING:
     from blocks import Block
 
@@ -51,20 +53,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--radix", choices=["on", "off"], default="on", help="whether there is a radix tree")
     parser.add_argument("--apart", choices=["on", "off"], default="off", help="rectify each row in a pass of its own")
     parser.add_argument("--core", choices=["both", "rust", "python"], default="both", help="both: blocks take turns")
+    parser.add_argument("--host", type=int, default=0, help="sizes of the KV pool that host memory has")
     parser.add_argument("--drafts", type=int, default=0, help="a round of lossless decoding")
     parser.add_argument("--drafter", choices=["STANDALONE", "EAGLE3"], help="SGLang's, with sparse prefill alone")
-    parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
-    parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
-    parser.add_argument("--vary-skip", action="store_true", help="likewise with SKIP_VARIANTS")
-    parser.add_argument("--vary-parts", action="store_true", help="likewise with PARTS_VARIANTS")
-    parser.add_argument("--vary-drafts", action="store_true", help="likewise with DRAFT_VARIANTS")
-    parser.add_argument("--vary-drafters", action="store_true", help="likewise with DRAFTER_VARIANTS")
-    parser.add_argument("--vary-verifiers", action="store_true", help="likewise with VERIFIER_VARIANTS")
+    parser.add_argument("--vary", choices=FAMILIES, help="blocks take turns with these variants of the above")
     parser.add_argument(
         "--sabotage",
         choices=[
             *("guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"),
-            *("copies", "insert", "dense", "unseen", "drafts", "pairs"),
+            *("copies", "insert", "dense", "unseen", "drafts", "pairs", "arrivals"),
         ],
         help="break the product, to see it caught",
     )
@@ -159,26 +156,8 @@ def _run(args: argparse.Namespace, model: Path, out: TextIO | None) -> bool:
 def _blocks(args: argparse.Namespace) -> list[Block]:
     from blocks import Block
     from engine import EngineOptions
-    from variants import (
-        COMPACT_VARIANTS,
-        DRAFT_VARIANTS,
-        DRAFTER_VARIANTS,
-        PARTS_VARIANTS,
-        SKIP_VARIANTS,
-        VARIANTS,
-        VERIFIER_VARIANTS,
-    )
 
-    asked = (
-        (args.vary, VARIANTS),
-        (args.vary_compact, COMPACT_VARIANTS),
-        (args.vary_skip, SKIP_VARIANTS),
-        (args.vary_parts, PARTS_VARIANTS),
-        (args.vary_drafts, DRAFT_VARIANTS),
-        (args.vary_drafters, DRAFTER_VARIANTS),
-        (args.vary_verifiers, VERIFIER_VARIANTS),
-    )
-    variants = next((variants for wanted, variants in asked if wanted), ())
+    variants = FAMILIES[args.vary] if args.vary else ()
     blocks = []
     end = args.first_seed + args.schedules
     for number, first in enumerate(range(args.first_seed, end, args.block)):
@@ -190,7 +169,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         # Each core gets every variant, and both kinds of overlap.
         core = ("rust", "python")[number // (len(variants) or 2) % 2] if args.core == "both" else args.core
         options = replace(options, radix=args.radix == "on", apart=args.apart == "on", core=core, drafts=args.drafts)
-        options = replace(options, drafter=args.drafter)
+        options = replace(options, drafter=args.drafter, host=args.host)
         if variants:
             options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
@@ -202,7 +181,6 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
     from blocks import Block, run_blocks
     from engine import EngineOptions
     from sabotage import SABOTAGES
-    from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, DRAFTER_VARIANTS, MIXED_VARIANTS
 
     missed = []
     for name in SABOTAGES:
@@ -217,6 +195,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
             options = replace(options, **MIXED_VARIANTS[0])
         if name in ("copies", "insert", "dense", "unseen"):
             options = replace(options, **COMPACT_VARIANTS[1 if name == "dense" else 0])
+        if name == "arrivals":
+            options = replace(options, **HOST_VARIANTS[0])
         if name == "drafts":
             options = replace(options, **DRAFT_VARIANTS[0])
         # The first schedule in which a prompt parts right behind a group that another one holds.

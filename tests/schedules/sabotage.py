@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_sparse.attention import memory
 from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
-from sglang_sparse.scheduler import exact_kv, prefill_chunks, prefix_keys, rectification
+from sglang_sparse.scheduler import arrivals, exact_kv, prefill_chunks, prefix_keys, rectification
 from sglang_sparse.scheduler.speculation import worker
 
 
@@ -157,6 +157,11 @@ def believe_drafts(engine: Engine) -> None:
     worker.choose = choose
 
 
+def forget_arrivals(engine: Engine) -> None:
+    """Leave the summaries of pages that come back from host memory as they were."""
+    arrivals.begin = lambda *_: None
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
@@ -173,4 +178,5 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "insert": share_compacted_rows,
     "drafts": believe_drafts,
     "dense": let_compacted_rows_run_dense,
+    "arrivals": forget_arrivals,
 }

@@ -48,6 +48,7 @@ class Counts:
     compacted: int = 0
     compact_waits: int = 0
     prompts_evicted: int = 0
+    arrived_pages: int = 0
     answers_compared: int = 0
     tokens_compared: int = 0
     skipped: int = 0
@@ -154,6 +155,7 @@ class Schedule:
         skipped["skipped_in_prefill"] = found["prefill"].get("blocks_skipped", 0)
         return {
             **rectified,
+            "arrived_pages": backend.counters.arrived_pages,
             "divided": self.engine.divided,
             "made_room": self.engine.evicted_tokens,
             **compacted,

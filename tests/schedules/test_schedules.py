@@ -35,7 +35,7 @@ def assert_passed(reached: dict[str, Any], schedules: int, names: Sequence[str] 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("schedules") / "rows.jsonl"
-    flags = ["--schedules", "240", "--block", "30", "--steps", "3", "--slots", "80", "--vary", "--self-test"]
+    flags = ["--schedules", "240", "--block", "30", "--steps", "3", "--slots", "80", "--vary", "all", "--self-test"]
     return run(out, *flags, "--workers", str(WORKERS))
 
 
@@ -70,6 +70,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("insert", "leak or mismatch"),
         ("dense", "mismatch"),
         ("drafts", "mismatch"),
+        ("arrivals", "mismatch"),
     ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
@@ -92,19 +93,19 @@ def assert_compacted(rows: list[dict[str, Any]], schedules: int, compared: int) 
 
 def test_100_schedules_whose_requests_let_go_of_their_prompts_answer_as_with_all_the_memory(tmp_path) -> None:
     """And 20 more, in which what runs dense depends on what is in the batch."""
-    flags = ["--schedules", "120", "--block", "20", "--steps", "4", "--vary-compact", "--workers", str(WORKERS)]
+    flags = ["--schedules", "120", "--block", "20", "--steps", "4", "--vary", "compact", "--workers", str(WORKERS)]
     assert_compacted(run(tmp_path / "rows.jsonl", *flags), 120, 100)
 
 
 def test_skipped_blocks_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
-    flags = ["--schedules", "32", "--block", "8", "--steps", "6", "--vary-skip", "--workers", str(WORKERS)]
+    flags = ["--schedules", "32", "--block", "8", "--steps", "6", "--vary", "skip", "--workers", str(WORKERS)]
     reached = run(tmp_path / "rows.jsonl", *flags)[-1]
     names = ["skipped", "skipped_in_prefill", "retractions", "evictions", "aborts", "cached_tokens", "mixed_rows"]
     assert_passed(reached, 32, names)
 
 
 def test_parts_by_layer_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
-    flags = ["--schedules", "30", "--block", "6", "--steps", "5", "--vary-parts", "--workers", str(WORKERS)]
+    flags = ["--schedules", "30", "--block", "6", "--steps", "5", "--vary", "parts", "--workers", str(WORKERS)]
     reached = run(tmp_path / "rows.jsonl", *flags)[-1]
     names = ["rectified_tokens", "finish_tokens", "retractions", "evictions", "aborts", "cached_tokens"]
     assert_passed(reached, 30, names)
@@ -119,42 +120,69 @@ def assert_lossless(rows: list[dict[str, Any]], schedules: int) -> None:
 
 
 def test_drafts_leave_answers_and_pages_as_dense_steps_have_them(tmp_path) -> None:
-    flags = ["--schedules", "12", "--block", "2", "--steps", "4", "--vary-drafts", "--workers", str(WORKERS)]
+    flags = ["--schedules", "12", "--block", "2", "--steps", "4", "--vary", "drafts", "--workers", str(WORKERS)]
     assert_lossless(run(tmp_path / "rows.jsonl", *flags), 12)
 
 
 def test_drafters_of_sglang_leave_answers_and_pages_as_sparse_prefill_alone_has_them(tmp_path) -> None:
-    flags = ["--schedules", "24", "--block", "6", "--steps", "6", "--vary-drafters", "--workers", str(WORKERS)]
+    flags = ["--schedules", "24", "--block", "6", "--steps", "6", "--vary", "drafters", "--workers", str(WORKERS)]
     rows = run(tmp_path / "rows.jsonl", *flags)
     assert_lossless(rows, 24)
     assert rows[-1]["mixed_rows"] > 0
 
 
 def test_what_sparse_verifications_share_is_exact(tmp_path) -> None:
-    flags = ["--schedules", "16", "--block", "4", "--steps", "6", "--vary-verifiers", "--workers", str(WORKERS)]
+    flags = ["--schedules", "16", "--block", "4", "--steps", "6", "--vary", "verifiers", "--workers", str(WORKERS)]
     reached = run(tmp_path / "rows.jsonl", *flags)[-1]
     names = ["accepted", "rectified_tokens", "finish_tokens", "retractions", "evictions", "aborts", "cached_tokens"]
     assert_passed(reached, 16, names)
 
 
+def assert_returned(rows: list[dict[str, Any]], schedules: int) -> None:
+    """The schedules passed, with prompts that left the KV pool and came back."""
+    names = ["arrived_pages", "retractions", "evictions", "made_room", "aborts", "cached_tokens", "answers_compared"]
+    assert_passed(rows[-1], schedules, names)
+
+
+def test_prompts_return_from_host_memory_as_they_were(tmp_path) -> None:
+    flags = ["--schedules", "36", "--block", "6", "--steps", "6", "--vary", "host", "--workers", str(WORKERS)]
+    assert_returned(run(tmp_path / "rows.jsonl", *flags), 36)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_two_thousand_schedules_of_host_memory(tmp_path) -> None:
+    flags = ["--schedules", "2000", "--block", "50", "--vary", "host", "--workers", str(len(os.sched_getaffinity(0)))]
+    assert_returned(run(tmp_path / "soak.jsonl", *flags), 2000)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_two_thousand_schedules_of_drafts(tmp_path) -> None:
-    flags = ["--schedules", "2000", "--block", "50", "--vary-drafts", "--workers", str(len(os.sched_getaffinity(0)))]
+    flags = ["--schedules", "2000", "--block", "50", "--vary", "drafts", "--workers", str(len(os.sched_getaffinity(0)))]
     assert_lossless(run(tmp_path / "soak.jsonl", *flags), 2000)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_a_thousand_schedules_of_drafters(tmp_path) -> None:
-    flags = ["--schedules", "1000", "--block", "50", "--vary-drafters", "--workers", str(len(os.sched_getaffinity(0)))]
+    flags = [
+        "--schedules",
+        "1000",
+        "--block",
+        "50",
+        "--vary",
+        "drafters",
+        "--workers",
+        str(len(os.sched_getaffinity(0))),
+    ]
     assert_lossless(run(tmp_path / "soak.jsonl", *flags), 1000)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_six_hundred_schedules_of_compaction(tmp_path) -> None:
-    flags = ["--schedules", "600", "--block", "50", "--vary-compact", "--workers", str(len(os.sched_getaffinity(0)))]
+    flags = ["--schedules", "600", "--block", "50", "--vary", "compact", "--workers", str(len(os.sched_getaffinity(0)))]
     assert_compacted(run(tmp_path / "soak.jsonl", *flags), 600, 500)
 
 
@@ -162,6 +190,6 @@ def test_six_hundred_schedules_of_compaction(tmp_path) -> None:
 @pytest.mark.timeout(0)
 def test_ten_thousand_schedules(tmp_path) -> None:
     rows = run(
-        tmp_path / "soak.jsonl", "--schedules", "10000", "--vary", "--workers", str(len(os.sched_getaffinity(0)))
+        tmp_path / "soak.jsonl", "--schedules", "10000", "--vary", "all", "--workers", str(len(os.sched_getaffinity(0)))
     )
     assert rows[-1]["schedules"] == 10000

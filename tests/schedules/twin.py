@@ -79,10 +79,11 @@ def difference(answer: Answer, tokens: list[int], logprobs: list[float]) -> str 
 
 
 def _alone(options: EngineOptions) -> EngineOptions:
-    own = {"dense_fallback": "auto", "crossover_tokens": 10**9} if options.drafts else {"eviction": "visibility"}
-    config = {**options.config, **own}
+    dense = {"dense_fallback": "auto", "crossover_tokens": 10**9}
+    config = {**options.config, **(dense if options.drafts else {"eviction": "visibility"})}
     drafts = 0 if options.drafter else options.drafts
-    return replace(options, overlap=False, slots=4096, chunk=512, radix=False, config=config, drafts=drafts)
+    own = {"overlap": False, "slots": 4096, "chunk": 512, "radix": False, "host": 0}
+    return replace(options, **own, config=config, drafts=drafts)
 
 
 def _serve(options: EngineOptions, model: Path, pipe: Any, others: Any) -> None:

@@ -132,7 +132,17 @@ VERIFIER_VARIANTS: tuple[dict[str, Any], ...] = (
     {**VERIFIER, "drafter": "EAGLE3", "page_size": 8, "config": {**CROSSING, "rectify_interval": 7}},
     {**VERIFIER, "drafter": "STANDALONE", "drafts": 2, "config": {"rectify_interval": 0}},
 )
-# What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
+# Prompts that left the KV pool come back from host memory, which holds some of them.
+HOST: dict[str, Any] = {"host": 3, "slots": 160}
+HOST_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**HOST, "overlap": True, "config": {"rectify_interval": 4}},
+    {**HOST, "overlap": False, "page_size": 8, "config": {"rectify_interval": 5, "rectify_on_finish": True}},
+    {**HOST, "overlap": True, "slots": 480, "chunk": 64, "config": {"rectify_interval": 4}, "prefill": {}},
+    {**HOST, "method": "rocketkv", "overlap": False, "config": {"rectify_interval": 4}},
+    {**HOST, "method": "rocketkv", "overlap": True, "config": {"eviction": "compact"}},
+    {**HOST, "overlap": True, "config": {"rectify_interval": 0}, "drafts": 3},
+)
+# What ``all`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
     {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True, "layers": "0"}, "apart": True},
@@ -150,3 +160,14 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     *SKIP_VARIANTS,
     *PARTS_VARIANTS,
 )
+# What ``--vary`` names.
+FAMILIES = {
+    "all": VARIANTS,
+    "compact": COMPACT_VARIANTS,
+    "skip": SKIP_VARIANTS,
+    "parts": PARTS_VARIANTS,
+    "drafts": DRAFT_VARIANTS,
+    "drafters": DRAFTER_VARIANTS,
+    "verifiers": VERIFIER_VARIANTS,
+    "host": HOST_VARIANTS,
+}

@@ -98,6 +98,7 @@ def _run(command: list[str], env: dict[str, str], log: str) -> None:
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command
+        sys.path.insert(0, os.path.dirname(command[0]))
         runpy.run_path(command[0], run_name="__main__")
 
 

@@ -22,6 +22,7 @@ def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | 
         origin_input_ids=[0] * prompt,
         full_untruncated_fill_ids=[0] * (prompt + generated),
         prefix_len=cached,
+        host_hit_length=0,
         sampling_params=SimpleNamespace(custom_params=options or None),
     )
     if known is not None:

@@ -34,6 +34,9 @@ def install() -> None:
     hosts: tuple[Any, ...] = (dsa, mha, mla)
     for module in hosts:
         module.transfer_kv_direct = copy_slots
+    # Nothing can be pinned without a driver, and what fetches pages from storage would fail, and compute them instead.
+    pools: Any = base.HostKVCache
+    pools.pin_memory = property(lambda _: False, lambda _, asked: None)
     # SGLang leaves so many bytes of host memory free, more than a small machine has.
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
     # Whether collectives and padding are those of its own CPU engine, which has no kernels either.

@@ -1,0 +1,90 @@
+"""KV that comes back from host memory or files: its summaries are computed again, and no token changes."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server_requests import assert_nothing_leaked, logprobs, random_prompts, sparse_state
+
+from launch.server import ServerProcess
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
+MODELS = Path("eval/models")
+# Two of the prompts fill the KV pool; all of them fit into host memory.
+FLAGS = ("--max-total-tokens", "2048", "--context-length", "2048", "--chunked-prefill-size", "512")
+FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "6", "--dtype", "float32")
+ANCHOR = {"block_size": 32, "step": 2, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 64, "check_exactness": True}
+SELECTIVE: dict[str, Any] = {"dense_fallback": "never", "check_exactness": True}
+METHODS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "resa": ("resa", {"active_ratio": 0.2, "min_pages": 2, "rectify_interval": 16, **SELECTIVE}, None),
+    "resa and anchor": ("resa", {"active_ratio": 0.2, "min_pages": 2, **SELECTIVE}, ANCHOR),
+    "robsa": (
+        "robsa",
+        {"allow_uncalibrated": True, "page_size": 64, "rope_copy": "on", "theta1": 0.6, **SELECTIVE},
+        None,
+    ),
+    "rocketkv": ("rocketkv", {"prompt_budget": 256, "window_size": 16, "topk": 16, **SELECTIVE}, None),
+    "skip_softmax": ("skip_softmax", {"threshold_scale_factor": {"decode": 50.0}, **SELECTIVE}, None),
+}
+# Summaries, or what else a page has beside its KV.
+WITHOUT_ENTRIES = ("skip_softmax",)
+PROMPTS = random_prompts(11, (900, 700, 801, 650, 930), 1000)
+
+
+def ask(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:
+    params = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["output_ids"] == expected["output_ids"]
+    assert logprobs(found) == pytest.approx(logprobs(expected), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_prompts_come_back_from_host_memory(serve, name: str) -> None:
+    method, config, prefill = METHODS[name]
+    model, page = ("tiny-mla", 64) if method == "robsa" else ("tiny-gqa", 16)
+    flags = (*FLAGS, "--page-size", str(page))
+    with serve(MODELS / model, *flags, method=method, config=config, prefill=prefill) as server:
+        cold = [ask(server, prompt) for prompt in PROMPTS]
+        before = sparse_state(server)
+        assert before["arrived_pages_summarised"] == 0
+        from_host = 0
+        for prompt, expected in zip(PROMPTS * 2, cold * 2, strict=True):
+            answer = ask(server, prompt)
+            assert_same(answer, expected)
+            assert answer["meta_info"]["cached_tokens"] >= len(prompt) - 2 * 64
+            from_host += answer["meta_info"]["cached_tokens_details"]["host"]
+        after = sparse_state(server)
+        assert from_host > sum(map(len, PROMPTS))
+        assert after["arrived_pages_summarised"] == (0 if method in WITHOUT_ENTRIES else from_host // page)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("method", ["resa", "rocketkv"])
+def test_a_fresh_server_reads_what_another_one_has_stored(serve, tmp_path: Path, method: str) -> None:
+    _, config, _ = METHODS[method]
+    flags = (*FLAGS, "--page-size", "16", "--hicache-storage-backend", "file")
+    flags += ("--hicache-storage-prefetch-policy", "wait_complete")
+    options: dict[str, Any] = {"method": method, "config": {**config, "check_exactness": False}}
+    options["env"] = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    with serve(MODELS / "tiny-gqa", *flags, **options) as server:
+        cold = [ask(server, prompt) for prompt in PROMPTS]
+        deadline = time.monotonic() + 60
+        # A page of the last prompt among them: they are written in order.
+        while len(list(tmp_path.iterdir())) < sum(len(prompt) - 64 for prompt in PROMPTS) // 16:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    with serve(MODELS / "tiny-gqa", *flags, **options) as server:
+        for prompt, expected in zip(PROMPTS, cold, strict=True):
+            before = sparse_state(server)["arrived_pages_summarised"]
+            answer = ask(server, prompt)
+            assert_same(answer, expected)
+            known = answer["meta_info"]["cached_tokens_details"]
+            assert known["storage"] >= len(prompt) - 64
+            arrived = sparse_state(server)["arrived_pages_summarised"] - before
+            assert arrived * 16 == answer["meta_info"]["cached_tokens"]
+        assert_nothing_leaked(server)
