@@ -133,7 +133,7 @@ class SparseAttentionBackend(DelegatingBackend):
         model = memory.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._latent = self.method.kind_of(runner.model_config) == "MLA"
         self._decoding = DecodePath(self.groups.methods, self._pools, runner.token_to_kv_pool, model)
-        self.attends_alone = len(self._decoding.layers) == model.num_layers
+        self.attends_alone = self._decoding.layers == {*model.here(range(model.num_layers))}
         self._kv_heads, self._tokens = model.num_kv_heads, runner.req_to_token_pool.req_to_token.shape[1]
         device = self._pools.overflow.device
         self._buffers = view_buffers(self.groups.methods, model, self._tokens, runner.dtype, device)
@@ -146,7 +146,7 @@ class SparseAttentionBackend(DelegatingBackend):
             )
         self.prefill: PrefillPath | None = None
         if settings.prefill:
-            layers = parse_layers(settings.prefill.config.layers, model.num_layers)
+            layers = model.here(parse_layers(settings.prefill.config.layers, model.num_layers))
             pool, table, page = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token, self._config.page_size
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             if device.type == "cuda":

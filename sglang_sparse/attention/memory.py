@@ -95,7 +95,7 @@ def of_prefill(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape) 
     context = kvc.model_config.context_len
     tokens = most_query_tokens(kvc.server_args, context)
     methods = settings.prefill.methods
-    layers = [len(parse_layers(method.config.layers, model.num_layers)) for method in methods]
+    layers = [len(model.here(parse_layers(method.config.layers, model.num_layers))) for method in methods]
     kept = sum(one.kept_bytes(model, own, kvc.model_dtype) for one, own in zip(methods, layers, strict=True))
     return Need(
         max(method.scratch_bytes(model, tokens, context) for method in methods) + 2 * kept,
@@ -229,34 +229,39 @@ def compaction_bytes(method: PromptSelector, model: ModelShape) -> int:
 
 
 def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
-    """Describe a model to a method, for this tensor-parallel rank.
+    """Describe a model to a method, for this rank.
 
     Args:
         kv_dtype: dtype of the KV cache.
     """
+    from sglang.srt.distributed.utils import get_pp_indices
     from sglang.srt.runtime_context import get_parallel
 
-    tp_size = get_parallel().attn_tp_size
+    parallel = get_parallel()
+    tp_size, num_layers = parallel.attn_tp_size, model_config.num_hidden_layers
+    stage = get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size) if parallel.pp_size > 1 else None
     if model_config.attention_arch.name == "MLA":
         return ModelShape(
-            num_layers=model_config.num_hidden_layers,
+            num_layers=num_layers,
             num_q_heads=model_config.get_num_attention_heads(tp_size),
             num_kv_heads=1,
             head_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
             kv_dtype=kv_dtype,
             rope_dim=model_config.qk_rope_head_dim,
+            stage=stage,
         )
     return ModelShape(
-        num_layers=model_config.num_hidden_layers,
+        num_layers=num_layers,
         num_q_heads=model_config.get_num_attention_heads(tp_size),
         num_kv_heads=model_config.get_num_kv_heads(tp_size),
         head_dim=model_config.head_dim,
         kv_dtype=kv_dtype,
+        stage=stage,
     )
 
 
 def aux_bytes_per_token(settings: Settings, model: ModelShape, shares: bool = False) -> int:
-    """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up.
+    """Bytes that the method's buffers take per token of KV cache, over all layers of this rank, rounded up.
 
     Args:
         settings: the methods.
@@ -347,14 +352,13 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
         raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.decode.aux_specs(model)
-    stage = range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)
-    of_model = settings.decode.sparse_layers(model.num_layers) if settings.name else ()
-    layers = tuple(layer for layer in of_model if layer in stage)
+    layers = model.here(settings.decode.sparse_layers(model.num_layers)) if settings.name else ()
     page_size = settings.config.page_size
-    num_pages = kv_pool.get_key_buffer(stage.start).shape[0] // page_size
+    num_pages = kv_pool.get_key_buffer(kv_pool.start_layer).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device)
+    pools.views_ready = not (model.stage and model.stage[0])
     if shares := shares_selection(settings, model, configurator.server_args):
         later = (arguments.of(configurator.server_args).speculative_num_steps or 1) - 1
         pools.shared = SharedSelection(layers, model.num_kv_heads, num_pages, page_size, later, configurator.device)

@@ -89,7 +89,7 @@ class KeepPath:
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self._page_size = page_size
         numbers = torch.zeros(len(self._req_to_token), dtype=torch.int32, device=self._req_to_token.device)
-        layers = method.sparse_layers(model.num_layers)
+        layers = model.here(method.sparse_layers(model.num_layers))
         sizes = (len(numbers), model.num_kv_heads, method.max_kept)
         self.kept = Kept({layer: numbers.new_zeros(sizes) for layer in layers}, numbers, numbers.clone())
         self._last_layer = max(layers, default=-1)
@@ -169,7 +169,7 @@ class KeepPath:
 
 def kept_bytes(method: PromptSelector, model: ModelShape, requests: int) -> int:
     """Return the bytes of ``Kept`` for so many rows of SGLang's request pool, on this rank."""
-    layers = len(method.sparse_layers(model.num_layers))
+    layers = len(model.here(method.sparse_layers(model.num_layers)))
     return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
 
 

@@ -46,7 +46,6 @@ class Arguments:
     enable_dp_attention: bool
     enable_mixed_chunk: bool
     grpc_mode: bool
-    hicache_storage_backend: str | None
     kv_cache_dtype: str
     load_format: str
     max_prefill_tokens: int

@@ -37,7 +37,10 @@ def require_layers(settings: Settings, model: torch.nn.Module, model_config: Any
     dims = None if latent else (model_config.head_dim, model_config.v_head_dim)
     found = _found(model, dims)
     form = f", in heads of {dims[0]} and {dims[1]} dimensions" if dims else ""
-    for flag, option, rules, layers in phases:
+    # Others are those of another stage of pipeline parallelism.
+    here = range(getattr(model, "start_layer", 0), getattr(model, "end_layer", count))
+    for flag, option, rules, of_model in phases:
+        layers = [layer for layer in of_model if layer in here]
         bad = {layer: has for layer in sorted(layers) if (has := found.get(layer, "no attention of SGLang's"))}
         if not bad:
             continue

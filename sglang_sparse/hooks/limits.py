@@ -71,9 +71,14 @@ def _drafting(args: Arguments) -> str | None:
     return _drafter(args, served=True)
 
 
+def _attends_apart(args: Arguments) -> object | None:
+    return args.enable_dp_attention or _above_one("attn_dp_size")(args)
+
+
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
+_BY_NATIVE = "SGLang's own kernels are proven with it on GPUs"
 _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
 _COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
@@ -120,12 +125,6 @@ FLAG_LIMITS = (
     FlagLimit("retraction to host memory", _set("disaggregation_decode_retraction_backup"), _OTHER_WRITER),
     FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
     FlagLimit(
-        "data-parallel attention",
-        lambda args: args.enable_dp_attention or _above_one("attn_dp_size")(args),
-        "ranks must agree on the forward mode",
-        own_selection=True,
-    ),
-    FlagLimit(
         "distributed weights",
         _above_one("dwdp_size"),
         "its ranks lend each other the weights of experts; not proven yet",
@@ -138,7 +137,6 @@ FLAG_LIMITS = (
         _environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
         "a replay would not prepare the sparse path",
     ),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), _OTHER_LOOP, own_selection=True),
     FlagLimit("decode context parallelism", _above_one("dcp_size"), "a rank holds only a part of each page"),
     FlagLimit("prefill context parallelism", _set("enable_prefill_cp"), "a rank holds only a part of each chunk"),
     FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
@@ -175,6 +173,13 @@ FLAG_LIMITS = (
     ),
 )
 
+# Of servers whose kernels SGLang's own may replace, and do.
+BY_NATIVE = (
+    FlagLimit("data-parallel attention", _attends_apart, _BY_NATIVE),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), _BY_NATIVE),
+    FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _BY_NATIVE),
+)
+
 # Of servers with a decode method that does not verify drafts.
 DECODE_LIMITS = (
     FlagLimit(
@@ -187,6 +192,11 @@ DECODE_LIMITS = (
 
 # Of servers with a decode method that does.
 VERIFY_LIMITS = (
+    FlagLimit(
+        "drafts with data-parallel attention or pipeline parallelism",
+        lambda args: _drafting(args) and (_attends_apart(args) or _above_one("pp_size")(args)),
+        "sparse verifications of several ranks are not proven yet",
+    ),
     FlagLimit(
         "NGRAM",
         lambda args: name if (name := _drafting(args)) and name.upper() not in CHAINS else None,
@@ -206,6 +216,8 @@ VERIFY_LIMITS = (
 )
 
 RECTIFY_LIMITS = (
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), "a rectifying step has two passes, a stage hands on one"),
+    FlagLimit("data-parallel attention", _attends_apart, "its ranks would have to run their dense passes together"),
     FlagLimit("lossless decoding", _lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
@@ -245,6 +257,8 @@ DRAFT_LIMITS = (
         ),
         f"allowed: {_DRAFTS}",
     ),
+    FlagLimit("data-parallel attention", _attends_apart, "its ranks would have to draft and verify together"),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), _OTHER_LOOP),
     FlagLimit("--speculative-eagle-topk", _above_one("speculative_eagle_topk"), "drafts are chains; allowed: 1"),
     FlagLimit(
         "--speculative-num-draft-tokens",
@@ -265,7 +279,24 @@ DRAFT_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_DRAFT),
 )
 
+# Of servers with "check_exactness".
+CHECK_LIMITS = (
+    FlagLimit("--disable-radix-cache", _set("disable_radix_cache"), "it has nothing to prove"),
+    FlagLimit(
+        "storage behind the hierarchical cache",
+        _set("hicache_storage_backend"),
+        "what storage puts into the prefix cache is not followed",
+    ),
+    FlagLimit("data-parallel attention", _attends_apart, "a rank cannot recompute without the others"),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), "a stage cannot recompute without the others"),
+)
+
 COMPACT_LIMITS = (
+    FlagLimit(
+        "hierarchical cache",
+        _set("enable_hierarchical_cache"),
+        "it may load into the pages of a prompt before what is kept of them is copied",
+    ),
     FlagLimit(
         "mixed chunk",
         _set("enable_mixed_chunk"),

@@ -14,6 +14,8 @@ from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks import dsa_flags, kv_dtypes
 from sglang_sparse.hooks.limits import (
+    BY_NATIVE,
+    CHECK_LIMITS,
     COMPACT_LIMITS,
     DECODE_LIMITS,
     DRAFT_LIMITS,
@@ -58,7 +60,7 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
         return _require_followed(args, settings)
     # SGLang's own kernels serve it, where they run.
     native = dsa_flags.native_instead(settings, gpu) is not None
-    limits = dict.fromkeys(limit for limit in FLAG_LIMITS if native or excludes(limit, settings.method))
+    limits = dict.fromkeys((*FLAG_LIMITS, *(BY_NATIVE if native else ())))
     limits |= dict.fromkeys(limit for method in methods for limit in method.flag_limits)
     if settings.name and (native or not all(method.verifies for method in methods)):
         limits |= dict.fromkeys(DECODE_LIMITS)
@@ -87,12 +89,8 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
         message = f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
         raise SparseArgumentError(message, field="rectify_on_finish", got=True)
-    if settings.check_exactness and args.disable_radix_cache:
-        message = f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache"
-        raise SparseArgumentError(message, field="check_exactness", got=True, hint="leave one of them out")
-    if settings.check_exactness and args.hicache_storage_backend:
-        message = f"{settings.flag}: check_exactness does not follow what storage puts into the prefix cache"
-        raise SparseArgumentError(message, field="check_exactness", got=True, hint="leave one of them out")
+    if settings.check_exactness:
+        _require_none(args, CHECK_LIMITS, f"{settings.flag}: check_exactness cannot run with")
     if not on_gpu(gpu):
         _require_cpu_backends(args, settings)
 
@@ -320,7 +318,7 @@ def _require_window(args: Arguments, settings: Settings) -> None:
         raise SparseArgumentError(message, field="--chunked-prefill-size", got=chunk, allowed=allowed)
 
 
-def excludes(limit: FlagLimit | ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
+def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
     """Whether a limit applies to a decode method."""
     return not (limit.own_selection and method.selects_in_model)
 

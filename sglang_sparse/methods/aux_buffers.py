@@ -32,6 +32,9 @@ class AuxBuffers:
         measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
         kv_bytes_per_token: what a token takes in SGLang's pool on this rank, see ``kv_bytes_per_token``.
         kept: what the requests keep of their prompts, for each ``PromptSelector``.
+        views_ready: whether a batch's view and the entries of earlier passes are sure to be written when the first
+            sparse layer begins: what looks up embeddings waits for them, and a later stage of pipeline parallelism
+            has nothing that does.
         shared: what the drafts of a round share; None where they do not.
     """
 
@@ -63,6 +66,7 @@ class AuxBuffers:
         self.measured_bytes: int | None = None
         self.kv_bytes_per_token = 0
         self.kept: tuple[Kept, ...] = ()
+        self.views_ready = True
         self.shared: SharedSelection | None = None
 
     def require_kept(self, layer_id: int) -> Kept:

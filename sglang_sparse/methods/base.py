@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -23,7 +23,7 @@ VIEW_BUFFERS: tuple[ViewBuffer, ...] = get_args(ViewBuffer)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The attention layers of one tensor-parallel rank, as a method may know them.
+    """The attention layers of one rank, as a method may know them.
 
     Attributes:
         num_layers: attention layers of the model.
@@ -32,6 +32,7 @@ class ModelShape:
         head_dim: dimension of a query and key head, as they meet: for MLA the latent and the rotary part.
         kv_dtype: dtype of the KV cache.
         rope_dim: for MLA how much of it is rotary, the end; 0 for MHA and GQA.
+        stage: layers, from and to, that this rank's stage of pipeline parallelism has; None for all.
     """
 
     num_layers: int
@@ -40,6 +41,11 @@ class ModelShape:
     head_dim: int
     kv_dtype: torch.dtype
     rope_dim: int = 0
+    stage: tuple[int, int] | None = None
+
+    def here(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Return those of some layers that this rank has."""
+        return tuple(layer for layer in layers if self.stage is None or layer in range(*self.stage))
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,9 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
         return tuple(sorted(layer for method in self.methods for layer in method.sparse_layers(num_layers)))
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """Return the buffers of all methods, each for its method's layers."""
+        """Return the buffers of all methods, each for its method's layers on this rank."""
         return tuple(
-            replace(spec, layers=frozenset(method.sparse_layers(model.num_layers)))
+            replace(spec, layers=frozenset(model.here(method.sparse_layers(model.num_layers))))
             for method in self.methods
             for spec in method.aux_specs(model)
         )

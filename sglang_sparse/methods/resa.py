@@ -141,8 +141,6 @@ class Resa(DecodeMethod):
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
         summary, local = pools.buffer(SUMMARY, layer_id), self.config.local_pages
-        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
-        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
         if not self._by_votes:
             scores = page_score(
                 query,
@@ -151,7 +149,7 @@ class Resa(DecodeMethod):
                 view.n_pages,
                 out=view.scores,
                 local_pages=local,
-                summaries_ready=True,
+                summaries_ready=pools.views_ready,
             )
             indices, counts = page_topk(
                 scores,
@@ -161,7 +159,7 @@ class Resa(DecodeMethod):
                 view.max_select,
                 out=view.selected,
                 stats=view.stats,
-                tables_ready=True,
+                tables_ready=pools.views_ready,
             )
             return SparseIndices(indices, counts)
         if self.config.group == "mean_query":
@@ -178,7 +176,7 @@ class Resa(DecodeMethod):
             out=view.selected,
             stats=view.stats,
             local_pages=local,
-            tables_ready=True,
+            tables_ready=pools.views_ready,
         )
         return SparseIndices(indices, counts)
 

@@ -82,13 +82,11 @@ class FlagLimit:
         name: what the user calls it.
         got: returns the offending value, or None.
         reason: why not.
-        own_selection: whether methods for trained indexers serve it.
     """
 
     name: str
     got: Callable[[Any], object | None]
     reason: str
-    own_selection: bool = False
 
 
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:

@@ -50,6 +50,7 @@ GLANCE: Mapping[str, Mapping[str, object]] = {
     "tensor parallelism": {"tp_size": 2},
     "pipeline parallelism": {"pp_size": 2},
     "data parallelism": {"dp_size": 2},
+    "data-parallel attention": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "mixed chunks": {"enable_mixed_chunk": True},
     "lossless decoding": {"speculative_algorithm": SPARSE_SELF},
     "speculative decoding": {"speculative_algorithm": "EAGLE3"},
@@ -192,8 +193,7 @@ def _mark(found: Answer) -> str:
 def _of_tables() -> Iterator[Refused]:
     asked = methods()
     for limit in limits.FLAG_LIMITS:
-        refusing = [method for method in asked if refusals.excludes(limit, _decode_class(method))]
-        yield limit.name, refusing, limit.reason
+        yield limit.name, asked, limit.reason
     for method in asked:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason

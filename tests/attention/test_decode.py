@@ -171,9 +171,13 @@ def test_the_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_latent_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
+    parallel = SimpleNamespace(attn_tp_size=2, pp_size=1)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     config = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"), num_hidden_layers=4)
     config.kv_lora_rank, config.qk_rope_head_dim = LATENT, ROPE
     config.get_num_attention_heads = lambda ranks: 16 // ranks
     found = model_shape(config, torch.bfloat16)
     assert found == ModelShape(4, 8, 1, LATENT + ROPE, torch.bfloat16, ROPE)
+    assert found.here((0, 3)) == (0, 3)
+    parallel.pp_size, parallel.pp_rank = 2, 1
+    assert model_shape(config, torch.bfloat16).here((0, 2, 3)) == (2, 3)

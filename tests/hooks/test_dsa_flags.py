@@ -31,12 +31,23 @@ from sglang_sparse.tools import dry_run
 def test_prefill_graphs_that_the_indexer_cannot_be_in(
     choice: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    args: Any = SimpleNamespace(cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(backend=graphs)))
+    config = CudaGraphConfig(prefill=PhaseConfig(backend=graphs))
+    args: Any = SimpleNamespace(cuda_graph_config=config, attn_dp_size=1)
     dsa_flags.disable_prefill_graphs(args, build("resa", {}))
     assert args.cuda_graph_config.prefill.backend == graphs
     dsa_flags.disable_prefill_graphs(args, build("dsa", {"implementation": choice}))
     assert args.cuda_graph_config.prefill.backend == left
     assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
+
+
+def test_prefill_graphs_that_would_make_decode_steps_dense(caplog: pytest.LogCaptureFixture) -> None:
+    """With data-parallel attention; a prefill method alone has no sparse decode."""
+    config = CudaGraphConfig(prefill=PhaseConfig(backend="breakable"))
+    args: Any = SimpleNamespace(cuda_graph_config=config, attn_dp_size=2)
+    dsa_flags.disable_prefill_graphs(args, build(None, {}, "anchor", {}))
+    assert args.cuda_graph_config.prefill.backend == "breakable"
+    dsa_flags.disable_prefill_graphs(args, build("resa", {}))
+    assert args.cuda_graph_config.prefill.backend == "disabled" and "would make decode steps dense" in caplog.text
 
 
 DSA = build("dsa", {})

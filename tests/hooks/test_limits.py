@@ -78,14 +78,11 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("changing PD roles", "enable_pd_role_switch"),
             on("retraction to host memory", "disaggregation_decode_retraction_backup", "host_pool"),
             on("external cache linker", "enable_unified_cache_external_linker"),
-            on("data-parallel attention", "enable_dp_attention"),
-            on("data-parallel attention", "attn_dp_size", 2),
             on("distributed weights", "dwdp_size", 2),
             on("two-batch overlap", "enable_two_batch_overlap"),
             on("PD multiplexing", "enable_pdmux"),
             on("megakernel", "enable_nvidia_megakernel"),
             Trigger("metadata glue graphs", variable="SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
-            on("pipeline parallelism", "pp_size", 2),
             on("decode context parallelism", "dcp_size", 2),
             on("prefill context parallelism", "enable_prefill_cp"),
             on("attention context parallelism", "attn_cp_size", 2),
@@ -123,6 +120,10 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("--speculative-eagle-topk", {"speculative_eagle_topk": 4, "speculative_algorithm": "EAGLE"}),
             Trigger("adaptive or multi-layer drafts", {"speculative_adaptive": True, "speculative_algorithm": "EAGLE"}),
             Trigger(
+                "drafts with data-parallel attention or pipeline parallelism",
+                {"pp_size": 2, "speculative_algorithm": "EAGLE"},
+            ),
+            Trigger(
                 "adaptive or multi-layer drafts", {"enable_multi_layer_eagle": True, "speculative_algorithm": "EAGLE"}
             ),
         ),
@@ -135,6 +136,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
                 "lossless decoding",
                 {"speculative_algorithm": "SPARSE_SELF", "sparse_config": {"rectify_interval": 8}},
             ),
+            on("data-parallel attention", "enable_dp_attention"),
+            on("pipeline parallelism", "pp_size", 2),
             on("mixed chunk", "enable_mixed_chunk"),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
             on("dense layers of another parallelism", "moe_dense_tp_size", 1),
@@ -149,6 +152,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         DRAFTS,
         "--speculative-algorithm SPARSE_SELF cannot run with ",
         (
+            on("data-parallel attention", "enable_dp_attention"),
+            on("pipeline parallelism", "pp_size", 2),
             on("--speculative-num-steps", "speculative_num_steps", 0),
             on("--speculative-num-steps", "speculative_num_steps", -1),
             on("--speculative-num-steps", "speculative_num_steps", 17),
@@ -175,10 +180,21 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("returned indexer top-k", "enable_return_indexer_topk"),
         ),
     ),
+    "CHECK_LIMITS": (
+        {"sparse_method": "resa", "sparse_config": {"check_exactness": True, "rectify_interval": 0}},
+        "--sparse-method resa: check_exactness cannot run with ",
+        (
+            on("--disable-radix-cache", "disable_radix_cache"),
+            on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
+            on("data-parallel attention", "enable_dp_attention"),
+            on("pipeline parallelism", "pp_size", 2),
+        ),
+    ),
     "COMPACT_LIMITS": (
         COMPACT,
         "--sparse-method rocketkv cannot compact with ",
         (
+            on("hierarchical cache", "enable_hierarchical_cache"),
             on("mixed chunk", "enable_mixed_chunk"),
             on("returned routed experts", "enable_return_routed_experts"),
         ),

@@ -139,7 +139,7 @@ HOST_VARIANTS: tuple[dict[str, Any], ...] = (
     {**HOST, "overlap": False, "page_size": 8, "config": {"rectify_interval": 5, "rectify_on_finish": True}},
     {**HOST, "overlap": True, "slots": 480, "chunk": 64, "config": {"rectify_interval": 4}, "prefill": {}},
     {**HOST, "method": "rocketkv", "overlap": False, "config": {"rectify_interval": 4}},
-    {**HOST, "method": "rocketkv", "overlap": True, "config": {"eviction": "compact"}},
+    {**HOST, "method": "rocketkv", "overlap": True, "page_size": 8, "config": {"rectify_interval": 3}},
     {**HOST, "overlap": True, "config": {"rectify_interval": 0}, "drafts": 3},
 )
 # What ``all`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.

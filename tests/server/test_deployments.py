@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import untied
 from server_requests import assert_nothing_leaked, logprobs, random_prompts
-from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, long_texts, untied
+from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, long_texts
 
 from launch.server import ServerProcess
 
@@ -53,7 +54,7 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_answer_as_one_does(serve, alone, ranks: str, tmp_path: Path) -> None:
-    with serve(untied(tmp_path), *FLAGS, *RANKS[ranks], method="dsa", config={}) as server:
+    with serve(untied(MODEL, tmp_path), *FLAGS, *RANKS[ranks], method="dsa", config={}) as server:
         times = 2 if ranks.startswith("data") else 1
         assert_same(answers(server, times), [answer for answer in alone for _ in range(times)])
         found = states(server)

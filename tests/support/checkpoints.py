@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,22 @@ def _sizes(layers: int, vocab_size: int) -> dict[str, Any]:
         tie_word_embeddings=False,
         initializer_range=0.06,
     )
+
+
+def untied(model: Path, folder: Path) -> Path:
+    """Copy a model and give it a head of its own: SGLang's last pipeline stage has no embeddings to share."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = folder / "untied"
+    shutil.copytree(model, path)
+    config = json.loads((model / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    embeddings, head, index = "model.embed_tokens.weight", "lm_head.weight", path / "model.safetensors.index.json"
+    files = json.loads(index.read_text()) if index.exists() else {"weight_map": {embeddings: "model.safetensors"}}
+    with safe_open(model / files["weight_map"][embeddings], "pt") as weights:
+        save_file({head: weights.get_tensor(embeddings)}, path / "head.safetensors")
+    if index.exists():
+        files["weight_map"][head] = "head.safetensors"
+        index.write_text(json.dumps(files))
+    return path

@@ -1,12 +1,8 @@
 """tiny-dsa as the server tests start and ask it."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from server_requests import RETRACT, sparse_state
 
 from eval.texts.text import read_book
@@ -29,22 +25,6 @@ def long_texts() -> list[str]:
     """Three stretches of a book, each of more tokens than are chosen."""
     book = read_book(BOOK)
     return [book[first : first + 2500] for first in (0, 20000, 40000)]
-
-
-def untied(folder: Path) -> Path:
-    """Write the model with a head of its own: SGLang's last pipeline stage has no embeddings to share."""
-    path = folder / "untied"
-    path.mkdir()
-    for file in MODEL.iterdir():
-        shutil.copy(file, path)
-    config = json.loads((MODEL / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    index = json.loads((MODEL / "model.safetensors.index.json").read_text())
-    with safe_open(MODEL / index["weight_map"]["model.embed_tokens.weight"], "pt") as weights:
-        save_file({"lm_head.weight": weights.get_tensor("model.embed_tokens.weight")}, path / "head.safetensors")
-    index["weight_map"]["lm_head.weight"] = "head.safetensors"
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
 
 
 def moved(server: ServerProcess, before: dict[str, Any], *names: str) -> list[int]:

@@ -1,0 +1,97 @@
+"""Ranks that share a model: replicas of its attention, or stages of its layers, answer as one scheduler does."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import untied
+from server_requests import assert_nothing_leaked, logprobs, random_prompts
+
+from launch.server import ServerProcess
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
+MODELS = Path("eval/models")
+FLAGS = (
+    "--max-total-tokens",
+    "8192",
+    "--context-length",
+    "2048",
+    "--chunked-prefill-size",
+    "512",
+    "--dtype",
+    "float32",
+)
+SELECTIVE: dict[str, Any] = {"dense_fallback": "never", "rectify_interval": 0}
+ANCHOR = {"block_size": 32, "step": 2, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 64}
+METHODS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "resa and anchor": ("resa", {"active_ratio": 0.2, "min_pages": 2, **SELECTIVE}, ANCHOR),
+    "robsa": ("robsa", {"allow_uncalibrated": True, "page_size": 64, "theta1": 0.6, **SELECTIVE}, None),
+    "rocketkv": ("rocketkv", {"prompt_budget": 256, "window_size": 16, "topk": 16, **SELECTIVE}, None),
+    "skip_softmax": ("skip_softmax", {"threshold_scale_factor": {"decode": 50.0}, **SELECTIVE}, None),
+}
+PROMPTS = random_prompts(17, (900, 40, 700, 333), 1000)
+ASKED = {"return_logprob": True, "sampling_params": {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}}
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
+
+
+def states(server: ServerProcess) -> list[dict[str, Any]]:
+    return [state["sparse"] for state in server.server_info()["internal_states"]]
+
+
+@pytest.fixture(scope="module")
+def alone(serve) -> Callable[[str], list[dict[str, Any]]]:
+    """What one scheduler answers with a method."""
+
+    @cache
+    def answered(name: str) -> list[dict[str, Any]]:
+        with started(serve, name) as server:
+            return [server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS]
+
+    return answered
+
+
+def model_of(name: str) -> Path:
+    return MODELS / ("tiny-mla" if name == "robsa" else "tiny-gqa")
+
+
+def started(serve, name: str, *flags: str, model: Path | None = None) -> AbstractContextManager[ServerProcess]:
+    method, config, prefill = METHODS[name]
+    given = (model or model_of(name), *FLAGS, "--page-size", str(config.get("page_size", 16)), *flags)
+    return serve(*given, method=method, config=config, prefill=prefill)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_of_attention_answer_as_one_does(serve, alone, name: str) -> None:
+    with started(serve, name, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention") as server:
+        # One after the other, each rank in turn while the other one idles; then all at once, with prompts and answers
+        # of both ranks side by side; then from each rank's prefix cache.
+        for prompt, expected in zip(PROMPTS, alone(name), strict=True):
+            assert_same([server.generate(input_ids=prompt, **ASKED) for _ in range(2)], [expected] * 2)
+        assert_same(server.generate(input_ids=PROMPTS * 2, **ASKED), alone(name) * 2)
+        server.flush_cache()
+        assert_same(server.generate(input_ids=PROMPTS * 2, **ASKED), alone(name) * 2)
+        found = states(server)
+        assert len(found) == 2 and all(state["decode_rows"] > state["dense_fallback_rows"] for state in found)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_stages_answer_as_one_does(serve, alone, name: str, tmp_path: Path) -> None:
+    with started(serve, name, "--pp-size", "2", model=untied(model_of(name), tmp_path)) as server:
+        assert_same([server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS], alone(name))
+        assert_same(server.generate(input_ids=PROMPTS * 2, **ASKED), alone(name) * 2)
+        (first,) = states(server)
+        # It has half of the layers, and what belongs to them.
+        layers = json.loads((model_of(name) / "config.json").read_text())["num_hidden_layers"]
+        assert first["sparse_layers"] == layers // 2
+        assert_nothing_leaked(server)
