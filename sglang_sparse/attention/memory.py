@@ -338,7 +338,8 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
 
     Raises:
-        RuntimeError: the KV pool is not SGLang's plain one for the method's kind of attention.
+        RuntimeError: the KV pool is not SGLang's plain one for the method's kind of attention, or has other layers
+            than the stage.
     """
     settings = hooked_settings_of(configurator.server_args)
     if settings is None or configurator.is_draft_worker:
@@ -352,6 +353,9 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
         raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.decode.aux_specs(model)
+    stage = (kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)
+    if model.stage not in (None, stage):
+        raise RuntimeError(f"{settings.flag}: the KV pool has layers {stage}, the stage {model.stage}: a bug")
     layers = model.here(settings.decode.sparse_layers(model.num_layers)) if settings.name else ()
     page_size = settings.config.page_size
     num_pages = kv_pool.get_key_buffer(kv_pool.start_layer).shape[0] // page_size

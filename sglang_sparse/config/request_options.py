@@ -149,7 +149,7 @@ def _overrides(params: Mapping[str, object], names: Sequence[str]) -> Overrides:
 
 
 def _whole(value: object) -> object:
-    """Return a whole number as one: in a message of gRPC all numbers are floats."""
+    """Turn a float without a fraction into an int: gRPC sends all numbers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

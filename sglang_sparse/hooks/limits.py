@@ -78,10 +78,12 @@ def _attends_apart(args: Arguments) -> object | None:
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
-_BY_NATIVE = "SGLang's own kernels are proven with it on GPUs"
+_BY_NATIVE = "GPUs have been compared with SGLang's own kernels alone"
 _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
 _COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
+# All-to-alls for which SGLang pads each rank's tokens to the most that a rank has.
+PADDED = ("pplx", "deepep_v2")
 TREE_CORES = ("rust", "python")
 _OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
 
@@ -124,6 +126,11 @@ FLAG_LIMITS = (
     FlagLimit("changing PD roles", _set("enable_pd_role_switch"), _OTHER_WRITER),
     FlagLimit("retraction to host memory", _set("disaggregation_decode_retraction_backup"), _OTHER_WRITER),
     FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
+    FlagLimit(
+        "data-parallel attention with padded experts",
+        lambda args: args.moe_a2a_backend if _attends_apart(args) and args.moe_a2a_backend in PADDED else None,
+        "SGLang turns decode steps into dense prefills where another rank prefills",
+    ),
     FlagLimit(
         "distributed weights",
         _above_one("dwdp_size"),
@@ -190,13 +197,14 @@ DECODE_LIMITS = (
     ),
 )
 
+_DRAFTS_APART = FlagLimit(
+    "drafts with data-parallel attention or pipeline parallelism",
+    lambda args: _drafting(args) and (_attends_apart(args) or _above_one("pp_size")(args)),
+    "their passes on several ranks are not proven yet",
+)
 # Of servers with a decode method that does.
 VERIFY_LIMITS = (
-    FlagLimit(
-        "drafts with data-parallel attention or pipeline parallelism",
-        lambda args: _drafting(args) and (_attends_apart(args) or _above_one("pp_size")(args)),
-        "sparse verifications of several ranks are not proven yet",
-    ),
+    _DRAFTS_APART,
     FlagLimit(
         "NGRAM",
         lambda args: name if (name := _drafting(args)) and name.upper() not in CHAINS else None,
@@ -258,7 +266,7 @@ DRAFT_LIMITS = (
         f"allowed: {_DRAFTS}",
     ),
     FlagLimit("data-parallel attention", _attends_apart, "its ranks would have to draft and verify together"),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), _OTHER_LOOP),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), "its stages would have to draft and verify together"),
     FlagLimit("--speculative-eagle-topk", _above_one("speculative_eagle_topk"), "drafts are chains; allowed: 1"),
     FlagLimit(
         "--speculative-num-draft-tokens",
@@ -292,6 +300,8 @@ CHECK_LIMITS = (
 )
 
 COMPACT_LIMITS = (
+    FlagLimit("data-parallel attention", _attends_apart, "a step that SGLang makes dense would read freed pages"),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
     FlagLimit(
         "hierarchical cache",
         _set("enable_hierarchical_cache"),
@@ -311,6 +321,7 @@ COMPACT_LIMITS = (
 
 
 PREFILL_LIMITS = (
+    _DRAFTS_APART,
     FlagLimit(
         "adaptive speculative decoding",
         lambda args: _drafting(args) and _set("speculative_adaptive")(args),

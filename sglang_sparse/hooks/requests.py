@@ -71,10 +71,10 @@ def admit(
     try:
         options = _require_options(settings, scheduler, received)
     except SparseArgumentError as error:
-        request = original(scheduler, received, *args, **kwargs)
+        # SGLang prefills a token of it before it ends: with nothing that was refused, or needs what was.
+        request = original(scheduler, received, *args, **{**kwargs, "extra_key": None})
         request.sampling_params = copy.copy(request.sampling_params)
-        request.sampling_params.custom_params = None
-        # The prompt of an aborted request is one token.
+        request.sampling_params.custom_params = request.custom_logit_processor = None
         received.return_logprob, received.logprob_start_len = False, -1
         request.set_finish_with_abort(str(error))
         return request
@@ -112,9 +112,10 @@ def _require_options(
         raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
     if drafts:
         _require_exact_sampling(sampling, options)
-    if NAMESPACE in (tokenized.extra_key or ""):
-        allowed = f"anything without {NAMESPACE!r}"
-        raise SparseArgumentError(field="extra_key", got=tokenized.extra_key, allowed=allowed)
+    # A request for an embedding has none.
+    key = getattr(tokenized, "extra_key", None) or ""
+    if NAMESPACE in key:
+        raise SparseArgumentError(field="extra_key", got=key, allowed=f"anything without {NAMESPACE!r}")
     return options
 
 

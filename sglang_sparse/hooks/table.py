@@ -131,7 +131,7 @@ HOOKS = (
         "self, recv_req, *args, **kwargs",
         "AROUND",
         "hooks.requests:admit",
-        "the same for requests that no tokenizer with the plugin has seen; give requests their radix namespace",
+        "refuse bad fields of requests that no tokenizer with the plugin has seen; give requests their radix namespace",
     ),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

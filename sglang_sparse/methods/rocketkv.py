@@ -261,7 +261,7 @@ class Rocketkv(PromptSelector):
             out=view.selected,
             stats=view.stats,
             scratch=scratch,
-            tables_ready=True,
+            tables_ready=pools.views_ready,
         )
         return SparseIndices(indices, counts)
 

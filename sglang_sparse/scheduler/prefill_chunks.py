@@ -234,7 +234,9 @@ def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: S
         return
     spans: list[PrefillSpan] = []
     if batch.forward_mode.is_extend_without_speculative() and not getattr(batch, DENSE_PASS, False):
-        decoding = {id(request) for request in batch.decoding_reqs or ()} if batch.forward_mode.is_mixed() else set()
+        # All of a decode step that SGLang has turned into a prefill, see ``disable_prefill_graphs``.
+        mixed = batch.forward_mode.is_mixed() or batch.decoding_reqs is batch.reqs
+        decoding = {id(request) for request in batch.decoding_reqs or ()} if mixed else set()
         for row, request in enumerate(batch.reqs):
             start, end = batch.prefix_lens[row], batch.prefix_lens[row] + batch.extend_lens[row]
             if id(request) in decoding:

@@ -97,7 +97,9 @@ def test_a_verification_is_no_prefill() -> None:
     backend: Any = SimpleNamespace(prefill=SimpleNamespace(begin=lambda spans, rows: found.append(spans)))
     request = SimpleNamespace(origin_input_ids=[0] * 300)
     for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE, ForwardMode.EXTEND):
-        batch: Any = SimpleNamespace(forward_mode=mode, reqs=[request], prefix_lens=[0], extend_lens=[300])
+        batch: Any = SimpleNamespace(
+            forward_mode=mode, reqs=[request], decoding_reqs=None, prefix_lens=[0], extend_lens=[300]
+        )
         prefill_chunks.begin(backend, SimpleNamespace(req_pool_indices=None), batch)
     assert [len(spans) for spans in found] == [0, 0, 1]
 

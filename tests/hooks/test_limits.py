@@ -78,6 +78,10 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("changing PD roles", "enable_pd_role_switch"),
             on("retraction to host memory", "disaggregation_decode_retraction_backup", "host_pool"),
             on("external cache linker", "enable_unified_cache_external_linker"),
+            Trigger(
+                "data-parallel attention with padded experts",
+                {"moe_a2a_backend": "pplx", "enable_dp_attention": True},
+            ),
             on("distributed weights", "dwdp_size", 2),
             on("two-batch overlap", "enable_two_batch_overlap"),
             on("PD multiplexing", "enable_pdmux"),
@@ -195,6 +199,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method rocketkv cannot compact with ",
         (
             on("hierarchical cache", "enable_hierarchical_cache"),
+            on("data-parallel attention", "enable_dp_attention"),
+            on("pipeline parallelism", "pp_size", 2),
             on("mixed chunk", "enable_mixed_chunk"),
             on("returned routed experts", "enable_return_routed_experts"),
         ),
@@ -213,6 +219,10 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         {"sparse_prefill_method": "anchor"},
         "--sparse-prefill-method anchor cannot run with ",
         (
+            Trigger(
+                "drafts with data-parallel attention or pipeline parallelism",
+                {"pp_size": 2, "speculative_algorithm": "EAGLE"},
+            ),
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
             on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
             on("KV cache events", "kv_events_config", "{}"),

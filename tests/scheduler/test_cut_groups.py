@@ -43,6 +43,7 @@ class Server:
         batch = SimpleNamespace(
             forward_mode=ForwardMode.EXTEND,
             reqs=[request for request, _, _ in passed],
+            decoding_reqs=None,
             prefix_lens=[start for _, start, _ in passed],
             extend_lens=[end - start for _, start, end in passed],
         )
@@ -178,7 +179,9 @@ def test_a_prompt_that_another_method_prefills_keeps_nothing() -> None:
     state = getattr(request, ATTRIBUTE)
     assert state.options.prefill is None
     server.begin(
-        SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=[request], prefix_lens=[0], extend_lens=[150]),
+        SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND, reqs=[request], decoding_reqs=None, prefix_lens=[0], extend_lens=[150]
+        ),
         torch.zeros(1, dtype=torch.int64),
     )
     assert state.cut is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked_server import ForkedServer
 from google.protobuf.struct_pb2 import Struct
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from smg_grpc_proto import sglang_scheduler_pb2 as messages
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as services
 
@@ -20,7 +21,7 @@ MODEL = Path("eval/models/tiny-gqa")
 CONFIG = {"active_ratio": 0.2, "min_pages": 2, "dense_fallback": "never", "rectify_interval": 16}
 PREFILL = {"block_size": 32, "step": 2, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 64}
 FLAGS = ("--max-total-tokens", "16384", "--context-length", "4096", "--page-size", "16")
-FLAGS += ("--sparse-method", "resa", "--sparse-config", json.dumps(CONFIG))
+FLAGS += ("--enable-custom-logit-processor", "--sparse-method", "resa", "--sparse-config", json.dumps(CONFIG))
 FLAGS += ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", json.dumps(PREFILL))
 PROMPT = list(range(5, 400))
 # Workers are processes of the HTTP server, which it cannot start from a fork.
@@ -56,6 +57,16 @@ def test_options_are_validated_behind_the_tokenizers(tmp_path: Path, expected: l
             for stream in (False, True):
                 response = server.client.post("/generate", json={**request, "stream": stream})
                 assert "active_ratio: got 1.5" in response.text and (response.status_code == 400 or stream)
+        # It would be read as the name of a config of prefill.
+        request = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "extra_key": "sglang_sparse:x"}
+        response = server.client.post("/generate", json=request)
+        assert response.status_code == 400 and "extra_key: got sglang_sparse:x" in response.text
+        # It cannot do without what it names.
+        params = {"max_new_tokens": 2, "custom_params": {"token_ids": [5], "active_ratio": 1.5}}
+        request = {"input_ids": PROMPT, "sampling_params": params}
+        request["custom_logit_processor"] = DisallowedTokensLogitsProcessor.to_str()
+        response = server.client.post("/generate", json=request)
+        assert response.status_code == 400 and "active_ratio: got 1.5" in response.text
         dense = ask(server, sparse=False)
         assert dense["text"] == expected[1]["text"]
         # No KV of a sparse prefill.
