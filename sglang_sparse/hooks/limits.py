@@ -1,16 +1,15 @@
-"""The table of everything that a sparse server refuses, with reasons."""
+"""The tables of the flags that a sparse server refuses, with reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import CHAINS, DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF, drafts_itself
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.arguments import Arguments, ModelConfig
+    from sglang_sparse.config.arguments import Arguments
 
 # By the method's kind of attention. SGLang's other MLA backends rotate queries and keys themselves, or write the
 # latents within their own kernels.
@@ -26,23 +25,6 @@ _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
 Judge = Callable[["Arguments"], object | None]
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
-
-
-@dataclass(frozen=True)
-class ModelLimit:
-    """A kind of model that no method serves.
-
-    Attributes:
-        name: the kind.
-        applies: whether SGLang's ``ModelConfig`` is of this kind.
-        reason: why it is refused.
-        own_selection: whether methods for trained indexers serve it.
-    """
-
-    name: str
-    applies: Callable[[ModelConfig], bool]
-    reason: str
-    own_selection: bool = False
 
 
 def _set(*fields: str) -> Judge:
@@ -78,7 +60,7 @@ def _attends_apart(args: Arguments) -> object | None:
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
-_BY_NATIVE = "GPUs have been compared with SGLang's own kernels alone"
+_UNCOMPARED = "GPUs have been compared with SGLang's own kernels alone"
 _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
 _COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
@@ -182,9 +164,9 @@ FLAG_LIMITS = (
 
 # Of servers whose kernels SGLang's own may replace, and do.
 BY_NATIVE = (
-    FlagLimit("data-parallel attention", _attends_apart, _BY_NATIVE),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), _BY_NATIVE),
-    FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _BY_NATIVE),
+    FlagLimit("data-parallel attention", _attends_apart, _UNCOMPARED),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), _UNCOMPARED),
+    FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _UNCOMPARED),
 )
 
 # Of servers with a decode method that does not verify drafts.
@@ -335,60 +317,6 @@ PREFILL_LIMITS = (
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have separate keys in the radix tree"),
     FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
 )
-
-
-def _mamba_like(model: ModelConfig) -> bool:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    return mambaish_config(model) is not None
-
-
-def _own_sparse_attention(model: ModelConfig) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
-    from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
-
-    config = model.hf_config
-    known = (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse, is_qwen_qsa)
-    # MiniCPM's class has a flag for it.
-    own = getattr(config, "has_minicpm_sparse_attention", False) or config.model_type == "dots3_note"
-    return own or any(asks(config) for asks in known)
-
-
-def _soft_cap(model: ModelConfig) -> bool:
-    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
-
-
-def _sinks(model_config: ModelConfig) -> bool:
-    return bool(model_config.has_attention_sinks)
-
-
-def _repeated_layers(model: ModelConfig) -> bool:
-    return model.num_attention_layers != model.num_hidden_layers
-
-
-MODEL_LIMITS = (
-    ModelLimit("encoder-only or embedding model", lambda m: not m.is_generation, "nothing is decoded"),
-    ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no separate pages"),
-    ModelLimit("multimodal model", lambda m: m.is_multimodal, "its towers and M-RoPE positions are not proven yet"),
-    ModelLimit("hybrid SSM or linear-attention model", _mamba_like, "its state layers have no KV pages"),
-    ModelLimit(
-        "sliding-window model",
-        lambda m: m.is_hybrid_swa or _windowed(m),
-        "its windowed layers free the pages that a selection could name",
-    ),
-    ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
-    ModelLimit(
-        "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
-    ),
-    ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
-    ModelLimit("model with attention sinks", _sinks, "not in the kernels yet"),
-    ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
-)
-
-
-def _windowed(model: ModelConfig) -> bool:
-    config = model.hf_text_config
-    return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
 
 
 def dense_backends(kind: str, gpu: bool) -> tuple[str, ...]:

@@ -21,13 +21,12 @@ from sglang_sparse.hooks.limits import (
     DRAFT_LIMITS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
-    MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
     VERIFY_LIMITS,
-    ModelLimit,
     dense_backends,
 )
+from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups

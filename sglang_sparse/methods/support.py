@@ -31,7 +31,7 @@ _LATENT = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-# One config.json a kind of attention that some method may serve; the other kinds are in ``hooks/limits.py``.
+# One config.json a kind of attention that some method may serve; the other kinds are in ``hooks/model_limits.py``.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "MHA/GQA": {
         **_SIZES,

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_sparse.config.arguments import SPARSE_SELF
-from sglang_sparse.hooks import limits, refusals
+from sglang_sparse.hooks import limits, model_limits, refusals
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.support import KINDS
@@ -216,7 +216,7 @@ def _of_tables() -> Iterator[Refused]:
     for limit in limits.COMPACT_LIMITS:
         compacting = [method for method in asked if method.takes({"eviction": "compact"})]
         yield f"compact eviction with {limit.name}", compacting, limit.reason
-    for limit in limits.MODEL_LIMITS:
+    for limit in model_limits.MODEL_LIMITS:
         refusing = [method for method in asked if refusals.excludes(limit, _decode_class(method))]
         yield limit.name, refusing, limit.reason
 

@@ -18,7 +18,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse import check
-from sglang_sparse.hooks import limits, refusals
+from sglang_sparse.hooks import limits, model_limits, refusals
 from sglang_sparse.methods import registry, support
 from sglang_sparse.methods.dsa import decode
 from sglang_sparse.methods.support import KINDS
@@ -196,7 +196,7 @@ def test_a_method_that_cannot_be_loaded_is_a_row_with_why(
 
 def test_every_limit_is_in_the_tables() -> None:
     rows = doc_tables.refusals_table().splitlines()
-    everyone = (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
+    everyone = (*limits.FLAG_LIMITS, *model_limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
     everyone += (*limits.COMPACT_LIMITS, *limits.DECODE_LIMITS, *limits.VERIFY_LIMITS)
     drafts = doc_tables.drafts_table().splitlines()
     for limit in limits.DRAFT_LIMITS:

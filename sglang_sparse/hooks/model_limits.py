@@ -1,0 +1,81 @@
+"""The table of the kinds of models that a sparse server refuses, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.arguments import ModelConfig
+
+
+@dataclass(frozen=True)
+class ModelLimit:
+    """A kind of model that no method serves.
+
+    Attributes:
+        name: the kind.
+        applies: whether SGLang's ``ModelConfig`` is of this kind.
+        reason: why it is refused.
+        own_selection: whether methods for trained indexers serve it.
+    """
+
+    name: str
+    applies: Callable[[ModelConfig], bool]
+    reason: str
+    own_selection: bool = False
+
+
+def _mamba_like(model: ModelConfig) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
+
+
+def _own_sparse_attention(model: ModelConfig) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+    from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
+
+    config = model.hf_config
+    known = (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse, is_qwen_qsa)
+    # MiniCPM's class has a flag for it.
+    own = getattr(config, "has_minicpm_sparse_attention", False) or config.model_type == "dots3_note"
+    return own or any(asks(config) for asks in known)
+
+
+def _soft_cap(model: ModelConfig) -> bool:
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
+def _sinks(model_config: ModelConfig) -> bool:
+    return bool(model_config.has_attention_sinks)
+
+
+def _repeated_layers(model: ModelConfig) -> bool:
+    return model.num_attention_layers != model.num_hidden_layers
+
+
+def _windowed(model: ModelConfig) -> bool:
+    config = model.hf_text_config
+    return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
+
+
+MODEL_LIMITS = (
+    ModelLimit("encoder-only or embedding model", lambda m: not m.is_generation, "nothing is decoded"),
+    ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no separate pages"),
+    ModelLimit("multimodal model", lambda m: m.is_multimodal, "its towers and M-RoPE positions are not proven yet"),
+    ModelLimit("hybrid SSM or linear-attention model", _mamba_like, "its state layers have no KV pages"),
+    ModelLimit(
+        "sliding-window model",
+        lambda m: m.is_hybrid_swa or _windowed(m),
+        "its windowed layers free the pages that a selection could name",
+    ),
+    ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
+    ModelLimit(
+        "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
+    ),
+    ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
+    ModelLimit("model with attention sinks", _sinks, "not in the kernels yet"),
+    ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
+)
