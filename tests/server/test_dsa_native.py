@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from server_requests import assert_nothing_leaked, assert_refused, sparse_state
+from server_requests import assert_nothing_leaked, assert_refused, settled_log, sparse_state
 from tiny_dsa import FLAGS, GREEDY, MODEL, assert_only_long_rows_are_sparse, long_texts
 
 from launch.server import ServerProcess
@@ -35,7 +35,7 @@ PASSING = re.compile(r"INFO: |Prefill batch|Decode batch|it/s|server_args=")
 
 def lines(server: ServerProcess) -> set[str]:
     """What a server's processes say, without numbers."""
-    kept = [line for line in server.log_path.read_text().splitlines() if not PASSING.search(line)]
+    kept = [line for line in settled_log(server).splitlines() if not PASSING.search(line)]
     return {re.sub(r"-?\d+(\.\d+)?(e-\d+)?", "N", line).strip() for line in kept}
 
 
