@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
-from sglang_sparse.hooks.table import HOOKS, Hook
-
-
-@cache
-def _resolve(function: str) -> Callable[..., Any]:
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(f"sglang_sparse.{module}"), name)
-
-
-def _lazy(function: str) -> Callable[..., Any]:
-    def hook(*args: object, **kwargs: object) -> Any:
-        return _resolve(function)(*args, **kwargs)
-
-    hook.__name__ = function
-    return hook
-
-
-def here(hook: Hook) -> bool:
-    """Whether a hook is for this machine."""
-    import torch
-
-    return hook.gpu is None or hook.gpu == torch.cuda.is_available()
+from sglang_sparse.hooks.hook import Hook
+from sglang_sparse.hooks.table import HOOKS
 
 
 @cache
@@ -44,7 +22,7 @@ def active() -> tuple[Hook, ...]:
     import torch
 
     later = torch.cuda.is_available()
-    return tuple(hook for hook in HOOKS if here(hook) and not (hook.method and later))
+    return tuple(hook for hook in HOOKS if hook.here and not (hook.method and later))
 
 
 def register(hooks: Sequence[Hook] | None = None) -> None:
@@ -56,7 +34,7 @@ def register(hooks: Sequence[Hook] | None = None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in active() if hooks is None else hooks:
-        HookRegistry.register(hook.target, _lazy(hook.function), HookType[hook.kind])
+        HookRegistry.register(hook.target, hook.lazy(), HookType[hook.kind])
 
 
 def parameters_of(target: str) -> str:

@@ -144,8 +144,6 @@ FLAG_LIMITS = (
         _set("enable_page_major_kv_layout"),
         "the kernels want a tensor of K for each layer",
     ),
-    FlagLimit("streaming sessions", _set("enable_streaming_session"), "a session keeps approximate KV"),
-    FlagLimit("radix sessions", _set("enable_session_radix_cache"), "a session pins KV in the tree; not proven yet"),
     FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
     FlagLimit(
         "deterministic inference",
@@ -290,6 +288,11 @@ COMPACT_LIMITS = (
         "it may load into the pages of a prompt before what is kept of them is copied",
     ),
     FlagLimit(
+        "streaming sessions",
+        _set("enable_streaming_session"),
+        "a turn would go on behind pages that compaction has freed",
+    ),
+    FlagLimit(
         "mixed chunk",
         _set("enable_mixed_chunk"),
         "decode rows in a mixed chunk would read pages that compaction has freed",
@@ -314,7 +317,6 @@ PREFILL_LIMITS = (
         _set("hicache_storage_backend"),
         "SGLang looks there for the prompt's own tokens, and groups have separate keys",
     ),
-    FlagLimit("KV cache events", _set("kv_events_config"), "groups have separate keys in the radix tree"),
     FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
 )
 

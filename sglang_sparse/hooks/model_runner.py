@@ -70,7 +70,7 @@ def hook_method(original: Callable[[ModelRunner], None], runner: ModelRunner) ->
 
     settings = hooked_settings_of(runner.server_args)
     name = settings.name if settings else None
-    found = tuple(hook for hook in HOOKS if hook.method and hook.method == name and apply.here(hook))
+    found = tuple(hook for hook in HOOKS if hook.method and hook.method == name and hook.here)
     new = [hook for hook in found if hook.target not in HookRegistry._hooks]
     if new:
         apply.register(new)

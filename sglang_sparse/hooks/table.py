@@ -2,36 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One hooked function of SGLang.
-
-    Attributes:
-        target: dotted path in SGLang.
-        parameters: the function's parameters when its hook was written.
-        kind: SGLang's hook type.
-        function: ``module:function`` of this package, imported at its first call: a server without a sparse flag
-            loads only this table and the flags.
-        purpose: its purpose, for ``patches/README.md``.
-        method: the only method that needs it; None for several. On a GPU it is hooked in servers of that method
-            alone.
-        gpu: True to act with a GPU only, False without one only, None in both cases.
-        process: the process that it changes.
-    """
-
-    target: str
-    parameters: str
-    kind: Literal["AFTER", "AROUND"]
-    function: str
-    purpose: str
-    method: str | None = None
-    gpu: bool | None = None
-    process: Literal["main", "controller", "scheduler", "both"] = "scheduler"
-
+from sglang_sparse.hooks.dsa_table import DSA_HOOKS
+from sglang_sparse.hooks.hook import Hook
 
 HOOKS = (
     Hook(
@@ -231,6 +203,20 @@ HOOKS = (
         "the same for inserts into the tree; check_exactness: record them",
     ),
     Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events",
+        "self",
+        "AFTER",
+        "scheduler.prefix_keys:name_tokens",
+        "sparse prefill: name tokens in the events of the KV cache",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.claim_kv_row",
+        "self, req",
+        "AROUND",
+        "scheduler.sessions:keep_exact",
+        "streaming sessions: keep only exact KV for the next turn, which match_prefix lets go on behind it",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
         "self",
         "AROUND",
@@ -245,15 +231,6 @@ HOOKS = (
         "free the approximate tail of a finished request",
     ),
     Hook(
-        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native",
-        "self, *args, **kwargs",
-        "AROUND",
-        "attention.dsa.indexer:choose",
-        "DSA without a GPU: choose the tokens to attend to",
-        "dsa",
-        gpu=False,
-    ),
-    Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "self",
         "AROUND",
@@ -262,78 +239,6 @@ HOOKS = (
             "refuse layers that are not served; DSA: check weights that SGLang has just downloaded; on a GPU first "
             "install the hooks below, for DSA only"
         ),
-    ),
-    Hook(
-        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
-        "self, x, q_lora, positions, forward_batch, layer_id, return_indices=True, use_cuda_graph=True",
-        "AROUND",
-        "attention.dsa.indexer:choose",
-        "DSA on a GPU: choose the tokens to attend to",
-        "dsa",
-        gpu=True,
-    ),
-    Hook(
-        "sglang.srt.layers.attention.dsa.dsa_indexer_metadata.DSAIndexerMetadata.topk_transform",
-        (
-            "self, logits, topk, ks=None, cu_seqlens_q=None, ke_offset=None, batch_idx_list=None, "
-            "topk_indices_offset_override=None"
-        ),
-        "AROUND",
-        "attention.dsa.native_indexer:choose",
-        "DSA on a GPU: always choose the same tokens from SGLang's own logits",
-        "dsa",
-        gpu=True,
-    ),
-    Hook(
-        "sglang.srt.layers.attention.dsa.utils.resolve_paged_mqa_logits_metadata_fn",
-        "",
-        "AFTER",
-        "attention.dsa.native_indexer:schedule",
-        "DSA on a GPU: skip the schedule of SGLang's logits if other logits are used; it fails on GPUs without them",
-        "dsa",
-        gpu=True,
-    ),
-    Hook(
-        "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._build_topk_v2_plan",
-        "self, seqlens_expanded",
-        "AROUND",
-        "attention.dsa.native_indexer:plan",
-        "DSA on a GPU: skip the plan of SGLang's selection if another one runs",
-        "dsa",
-        gpu=True,
-    ),
-    Hook(
-        "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang",
-        "self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale",
-        "AROUND",
-        "attention.dsa.latents:attend",
-        "DSA: attend to the chosen tokens",
-        "dsa",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
-        "*, model_config, kv_cache_dtype",
-        "AROUND",
-        "attention.dsa.latents:row_width",
-        "DSA: keep scales of float8 latents in the KV pool when the portable attention replaces a backend without them",
-        "dsa",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._write_mla_kv_buffer",
-        "self, dst_buffer, loc, cache_k_nope, cache_k_rope",
-        "AROUND",
-        "attention.dsa.latents:write",
-        "DSA: write float8 latents, which SGLang does on GPUs that have float8",
-        "dsa",
-    ),
-    Hook(
-        "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution",
-        "view",
-        "AROUND",
-        "hooks.dsa_flags:keep_replaced_backend",
-        "DSA on a GPU: allow float8 latents with the backend that the portable attention replaces",
-        gpu=True,
-        process="main",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",
@@ -382,4 +287,5 @@ HOOKS = (
         "hooks.server_info:add_internal_state",
         "add counters to /server_info",
     ),
+    *DSA_HOOKS,
 )

@@ -23,7 +23,7 @@ import torch
 
 from sglang_sparse.attention.protocols import RadixKey, RadixTree
 from sglang_sparse.config.request_options import prefill_of_namespace
-from sglang_sparse.scheduler import inserted_keys
+from sglang_sparse.scheduler import inserted_keys, sessions
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 from sglang_sparse.scheduler.prefill_chunks import current_settings
 
@@ -98,6 +98,8 @@ def mark_lookup(original: Callable[..., object], tree: RadixTree, params: Any) -
 
     SGLang may look up every waiting request in each scheduling step, so each request keeps its marked tokens.
     """
+    if sessions.goes_on(tree, params):
+        return original(tree, params)
     key = tree_key(tree, params.key, getattr(params.req, ATTRIBUTE, None))
     if key is not params.key:
         if params.req is not None:
@@ -123,6 +125,22 @@ def mark_insert(original: Callable[..., object], tree: RadixTree, params: Any) -
     if hasattr(tree, inserted_keys.ATTRIBUTE) or (settings is not None and settings.check_exactness):
         inserted_keys.remember_inserts(tree).add(key)
     return result
+
+
+def name_tokens(events: list[Any], _: RadixTree) -> list[Any]:
+    """After ``UnifiedRadixCache.take_events``: a block of KV that is stored has the ids of its tokens, without digests.
+
+    The hashes of blocks stay as they are: whoever reads them only compares them with each other.
+    """
+    settings = current_settings()
+    if settings is not None and settings.prefill is not None:
+        for event in events:
+            if tokens := getattr(event, "token_ids", None):
+                event.token_ids = [
+                    tuple(token & _TOKEN for token in pair) if isinstance(pair, tuple) else pair & _TOKEN
+                    for pair in tokens
+                ]
+    return events
 
 
 def tree_key(tree: RadixTree, key: RadixKey, before: array[int] | None = None) -> RadixKey:

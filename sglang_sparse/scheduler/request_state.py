@@ -46,7 +46,7 @@ class RequestState:
     verified_from: int | None = None
 
 
-def state_of(request: Req) -> RequestState | None:
+def state_of(request: object) -> RequestState | None:
     """Return what is kept about SGLang's ``Req``, or None on a dense server."""
     return getattr(request, ATTRIBUTE, None)
 

@@ -30,7 +30,8 @@ def method():
 
 
 def stub_tree(pool: object, pairs: bool = False) -> Any:
-    return SimpleNamespace(req_to_token_pool=pool, tree_core=SimpleNamespace(is_eagle=pairs))
+    session = SimpleNamespace(will_lend_record=lambda _: False)
+    return SimpleNamespace(req_to_token_pool=pool, tree_core=SimpleNamespace(is_eagle=pairs), session=session)
 
 
 def common(one: array, other: array) -> int:
@@ -75,7 +76,7 @@ def test_a_request_that_waits_is_hashed_once(method, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prefix_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
     digest = prefix_keys.blake2b
     monkeypatch.setattr(prefix_keys, "blake2b", lambda view, **more: sizes.append(len(view)) or digest(view, **more))
-    tree, request, found = stub_tree(object()), SimpleNamespace(), []
+    tree, request, found = stub_tree(object()), SimpleNamespace(session=None), []
 
     def look(tokens: array) -> array:
         params = MatchPrefixParams(RadixKey(tokens), req=request)

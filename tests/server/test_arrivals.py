@@ -6,41 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from server_requests import assert_nothing_leaked, logprobs, random_prompts, sparse_state
-
-from launch.server import ServerProcess
+from approximate import METHODS, ask, assert_same
+from server_requests import assert_nothing_leaked, random_prompts, sparse_state
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
 MODELS = Path("eval/models")
 # Two of the prompts fill the KV pool; all of them fit into host memory.
 FLAGS = ("--max-total-tokens", "2048", "--context-length", "2048", "--chunked-prefill-size", "512")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "6", "--dtype", "float32")
-ANCHOR = {"block_size": 32, "step": 2, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 64, "check_exactness": True}
-SELECTIVE: dict[str, Any] = {"dense_fallback": "never", "check_exactness": True}
-METHODS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "resa": ("resa", {"active_ratio": 0.2, "min_pages": 2, "rectify_interval": 16, **SELECTIVE}, None),
-    "resa and anchor": ("resa", {"active_ratio": 0.2, "min_pages": 2, **SELECTIVE}, ANCHOR),
-    "robsa": (
-        "robsa",
-        {"allow_uncalibrated": True, "page_size": 64, "rope_copy": "on", "theta1": 0.6, **SELECTIVE},
-        None,
-    ),
-    "rocketkv": ("rocketkv", {"prompt_budget": 256, "window_size": 16, "topk": 16, **SELECTIVE}, None),
-    "skip_softmax": ("skip_softmax", {"threshold_scale_factor": {"decode": 50.0}, **SELECTIVE}, None),
-}
 # Summaries, or what else a page has beside its KV.
 WITHOUT_ENTRIES = ("skip_softmax",)
 PROMPTS = random_prompts(11, (900, 700, 801, 650, 930), 1000)
-
-
-def ask(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:
-    params = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}
-    return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["output_ids"] == expected["output_ids"]
-    assert logprobs(found) == pytest.approx(logprobs(expected), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", METHODS)

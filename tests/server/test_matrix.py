@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import feature_cells
+import msgspec
 import pytest
 import torch
 import zmq
 from feature_cells import Cell, row_of
 from server_requests import assert_nothing_leaked, greedy, sparse_state
+from sglang.srt.disaggregation.kv_events import BlockStored, KVCacheEvent, KVEventBatch
 
 from launch.server import free_port
 from sglang_sparse.tools import support_matrix
@@ -48,10 +50,11 @@ SERVERS: dict[str, dict[str, Any]] = {
     "mixed": {"enable_mixed_chunk": True, "enable_return_hidden_states": True, "kv_events_config": "{}"},
     "lossless": {"speculative_algorithm": "SPARSE_SELF"},
 }
-# A decode method's partners by server, if it has any: events of the cache are refused beside sparse prefill.
+# A decode method's partners by server.
 PARTNERS = {
     "two ranks": Method("anchor", True),
     "plain": Method("skip_softmax", True),
+    "mixed": Method("anchor", True),
     "lossless": Method("anchor", True),
 }
 # By method, in the order of the servers. A prefill method has also those of the decode methods whose partner it is.
@@ -183,6 +186,14 @@ def test_every_yes_of_the_tables_is_shown() -> None:
     assert sorted(told - feature_cells.cells()) == [], "the tables say no"
 
 
+def read_events(sub: zmq.Socket[bytes]) -> list[KVCacheEvent]:
+    """What a server has published until nothing more comes for a second."""
+    found = []
+    while sub.poll(1_000):
+        found += msgspec.msgpack.decode(sub.recv_multipart()[-1], type=KVEventBatch).events
+    return found
+
+
 def test_proofs_are_tests_that_there_are() -> None:
     proofs = {proof for proof in feature_cells.PROOFS.values() if not feature_cells.of_leg(proof)}
     assert not [proof for proof in proofs if not feature_cells.there_is(proof)]
@@ -207,6 +218,9 @@ def test_answers_stay_the_same(method: Method, name: str, serve, model_of, expec
         assert greedy(server, prompts, TOKENS, at_once=AT_ONCE) == expected(kind)
         if "kv_events_config" in flags:
             assert sub.poll(10_000), "no event of the KV cache"
+            stored = [event.token_ids for event in read_events(sub) if isinstance(event, BlockStored)]
+            assert max(prompts, key=len)[: start.page] in [tokens[: start.page] for tokens in stored]
+            assert max(map(max, stored)) < 200_000, "a digest of a group"
         if "enable_return_hidden_states" in flags:
             answer = server.generate(input_ids=prompts[1], sampling_params=SHORT, return_hidden_states=True)
             assert len(answer["meta_info"]["hidden_states"]) == answer["meta_info"]["completion_tokens"] == 3

@@ -154,9 +154,9 @@ def test_a_method_of_both_phases_has_two_columns_that_tell_them_apart() -> None:
         "skip_softmax",
         "skip_softmax (prefill) |",
     ]
-    (events,) = (row for row in rows if "--kv-events-config" in row)
-    assert events.endswith("| no | no | no |"), "its own prefill comes with the decode method"
-    (why,) = (row for row in doc_tables.refusals_table().splitlines() if row.startswith("| KV cache events |"))
+    (unscaled,) = (row for row in rows if row.startswith("| `--kv-cache-dtype fp8_e4m3` |"))
+    assert unscaled.endswith("| no | no | no |"), "its own prefill comes with the decode method"
+    (why,) = (row for row in doc_tables.refusals_table().splitlines() if row.startswith("| multi-item scoring |"))
     assert why.split(" | ")[1] == "skip_softmax, anchor, skip_softmax (prefill)"
     flags = ("`--sparse-method skip_softmax` | prefill, decode |", "`--sparse-prefill-method skip_softmax` | prefill |")
     assert all(flag in doc_tables.methods_table() for flag in flags)
@@ -176,7 +176,7 @@ def test_a_new_method_is_a_row_and_a_column_by_itself(monkeypatch: pytest.Monkey
     assert "`--sparse-prefill-method stripes` | prefill | MHA/GQA |" in doc_tables.methods_table()
     head, _, *rows = doc_tables.features_table().splitlines()
     assert head.endswith("| stripes |")
-    assert next(row for row in rows if "--kv-events-config" in row).endswith("| no |")
+    assert next(row for row in rows if row.startswith("| `--kv-cache-dtype fp8_e4m3` |")).endswith("| no |")
 
 
 def test_a_method_that_cannot_be_loaded_is_a_row_with_why(
@@ -207,7 +207,7 @@ def test_every_limit_is_in_the_tables() -> None:
         assert f"| {limit.name} | dsa | {limit.reason} |" in rows
     assert any(row.startswith("| other speculative algorithms | all |") for row in rows)
     assert any(row.startswith("| speculative decoding | robsa, rocketkv, skip_softmax |") for row in rows)
-    assert any(row.startswith("| KV cache events | ") and " resa" not in row for row in rows)
+    assert any(row.startswith("| multi-item scoring | ") and " resa" not in row for row in rows)
 
 
 def test_arguments_with_a_method_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
