@@ -112,8 +112,6 @@ class SparseAttentionBackend(DelegatingBackend):
     verified: int = 0
     rows_each: int = 1
     attends_alone: bool = False
-    # Slots that are loaded for the next extend pass.
-    _expected: torch.Tensor | None = None
     # The mode and batch size that the dense backend is prepared to capture.
     _captured: tuple[ForwardMode, int] | None = None
 
@@ -132,8 +130,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self.first_layer = min(self._pools.layers, default=-1)
         model = memory.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._latent = self.method.kind_of(runner.model_config) == "MLA"
-        self._decoding = DecodePath(self.groups.methods, self._pools, runner.token_to_kv_pool, model)
-        self.attends_alone = self._decoding.layers == {*model.here(range(model.num_layers))}
+        self.decoding = DecodePath(self.groups.methods, self._pools, runner.token_to_kv_pool, model)
+        self.attends_alone = self.decoding.layers == {*model.here(range(model.num_layers))}
         self._kv_heads, self._tokens = model.num_kv_heads, runner.req_to_token_pool.req_to_token.shape[1]
         device = self._pools.overflow.device
         self._buffers = view_buffers(self.groups.methods, model, self._tokens, runner.dtype, device)
@@ -160,7 +158,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._graph_views: Views | None = None
         self._eager_views: Views | None = None
         self._last_slots: dict[int, torch.Tensor] | None = None
-        self._expected = self._captured = None
+        self._captured = None
         # Of the pass that runs, or ran last.
         self._planned: DecodePlan | None = None
         # The scheduler's, while a step that rectifies is launched.
@@ -175,16 +173,6 @@ class SparseAttentionBackend(DelegatingBackend):
     def begin(self, forward_batch: ForwardBatch) -> None:
         """Take the plan of the batch that runs next, which the scheduler has left on it."""
         self._planned = getattr(forward_batch, PLAN, None)
-
-    def expect(self, slots: torch.Tensor) -> None:
-        """Let the extend pass that runs next compute the entries of pages that another one wrote and now come back.
-
-        Args:
-            slots: ``[tokens]`` int64, those of whole pages, request after request in the order of positions.
-        """
-        if self._decoding.last_layer >= 0:
-            self._expected = slots
-            self.counters.arrived_pages += len(slots) // self._pools.page_size
 
     def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
         """Return what was decided for the batch that runs, of these KV lengths, ``[rows]`` on the CPU.
@@ -355,7 +343,7 @@ class SparseAttentionBackend(DelegatingBackend):
             RuntimeError: a sparse layer asks for more than a loaded model shows; a bug of this package.
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
-        decodes_sparse = layer.layer_id in self._decoding.layers
+        decodes_sparse = layer.layer_id in self.decoding.layers
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         require_known(layer, k, kwargs, latent=self._latent)
@@ -363,7 +351,7 @@ class SparseAttentionBackend(DelegatingBackend):
         if prefill and prefills and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
         elif decodes_sparse and self._views is not None and self.decodes(mode):
-            output = self._decoding.attend(
+            output = self.decoding.attend(
                 q, k, v, layer, forward_batch.out_cache_loc, self._views, save_kv_cache, kwargs
             )
         else:
@@ -371,8 +359,8 @@ class SparseAttentionBackend(DelegatingBackend):
         if self.keeps and prefills:
             for path in self.keeps:
                 path.keep(q, layer)
-        if layer.layer_id == self._decoding.last_layer:
-            self._decoding.refresh(self._written(forward_batch))
+        if layer.layer_id == self.decoding.last_layer:
+            self.decoding.refresh(self._written(forward_batch))
         return output
 
     def _written(self, forward_batch: ForwardBatch) -> Mapping[int, torch.Tensor]:
@@ -381,18 +369,13 @@ class SparseAttentionBackend(DelegatingBackend):
         Anew in a verification: a graph must not read what the passes before its recording found.
         """
         slots: torch.Tensor = forward_batch.out_cache_loc
-        sizes = self._pools.entry_sizes
         if forward_batch.forward_mode.is_decode():
-            return dict.fromkeys(sizes, slots)
+            return dict.fromkeys(self._pools.entry_sizes, slots)
         if forward_batch.forward_mode.is_target_verify():
-            return {size: aux_buffers.page_ends(slots, size) for size in sizes}
+            return self.decoding.ends(slots)
         if (ends := self._last_slots) is None:
-            ends = self._last_slots = {size: aux_buffers.page_ends(slots, size) for size in sizes}
+            ends = self.decoding.ends(slots)
             for last_slots in ends.values():
                 self.counters.add_extend(last_slots)
-            if (expected := self._expected) is not None:
-                self._expected = None
-                self._decoding.await_keys()
-                for size in sizes:
-                    ends[size] = torch.cat([ends[size], aux_buffers.page_ends(expected, size)])
+            ends = self._last_slots = self.decoding.with_arrived(ends)
         return ends

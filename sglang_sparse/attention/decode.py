@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse.attention.protocols import KVPool, RadixAttention
+from sglang_sparse.methods.aux_buffers import page_ends
 from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
@@ -51,6 +52,7 @@ class DecodePath:
         self._rope_dim = model.rope_dim
         self._k_caches = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
         self.last_layer = max(aux.layers, default=-1) if aux.specs else -1
+        self._expected: torch.Tensor | None = None
 
     def refresh(self, last_slots: Mapping[int, torch.Tensor]) -> None:
         """Recompute the entries of the pages that a pass has written, in all layers.
@@ -61,10 +63,33 @@ class DecodePath:
         for entry_tokens, slots in last_slots.items():
             self._aux.refresh(self._k_caches, slots, entry_tokens=entry_tokens)
 
-    def await_keys(self) -> None:
-        """Let the current stream wait for keys that are being loaded from host memory into any of the layers."""
-        for layer in self._k_caches:
-            self._kv_pool.get_key_buffer(layer)
+    def ends(self, slots: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the last slot of each entry among slots, by the tokens of an entry, see `page_ends`."""
+        return {size: page_ends(slots, size) for size in self._aux.entry_sizes}
+
+    def expect(self, slots: torch.Tensor, loading: bool) -> None:
+        """Compute the entries of pages that no pass of this server has written.
+
+        Args:
+            slots: ``[tokens]`` int64, request after request in the order of positions.
+            loading: whether their keys may be on their way from host memory: then the extend pass that runs next waits
+                for them, and computes the entries with its own.
+        """
+        if loading:
+            self._expected = slots
+        else:
+            self.refresh(self.ends(slots))
+
+    def with_arrived(self, ends: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return what an extend pass refreshes, with what has arrived for it; waits for that on the current stream."""
+        found, expected = dict(ends), self._expected
+        if expected is not None:
+            self._expected = None
+            for layer in self._k_caches:
+                self._kv_pool.get_key_buffer(layer)
+            for size, arrived in self.ends(expected).items():
+                found[size] = torch.cat([found[size], arrived])
+        return found
 
     def attend(
         self,

@@ -127,6 +127,7 @@ class ScheduleBatch(Protocol):
     decoding_reqs: list[Req] | None
     batch_is_full: bool
     req_to_token_pool: ReqToTokenPool
+    tree_cache: RadixTree
 
 
 class ModelWorker(Protocol):

@@ -39,6 +39,7 @@ class Arguments:
     cuda_graph_config: Any
     disable_cuda_graph_padding: bool
     disable_radix_cache: bool
+    disaggregation_mode: str
     dp_size: int
     dsa_decode_backend: str | None
     dsa_prefill_backend: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -57,6 +57,9 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
     Raises:
         SparseArgumentError: a field is mistyped, misspelt, out of range or not one that this server's method has.
     """
+    if settings.asked:
+        options = parse_options(settings.asked, params)
+        return options if settings.prefill else replace(options, prefill=None, namespace="")
     params = params or {}
     by_phase = _by_phase(settings, params)
     of_decode, of_prefill = (

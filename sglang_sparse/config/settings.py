@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ class Settings:
         prefill: the prefill methods.
         rules: the config's ``layers`` in full where it is a mapping, see ``config/layer_rules.py``.
         prefill_rules: the same of the prefill method's.
+        asked: what the flags ask for, where this server has one of its phases only; requests are validated against it.
     """
 
     name: str | None
@@ -46,6 +47,7 @@ class Settings:
     prefill: PrefillGroups | None = None
     rules: Mapping[str, object] | None = None
     prefill_rules: Mapping[str, object] | None = None
+    asked: Settings | None = None
 
     @property
     def flag(self) -> str:
@@ -102,6 +104,26 @@ class Settings:
         """The same, of a method that rectification can make exact; None for others."""
         config = self.decode.config
         return config if isinstance(config, RectifyConfig) else None
+
+
+def of_role(settings: Settings, mode: str) -> Settings | None:
+    """Return the methods of the phase that a server has, so that both servers of a pair may get the same flags.
+
+    Args:
+        settings: what the flags ask for.
+        mode: SGLang's ``--disaggregation-mode``.
+
+    Returns:
+        The methods, or None where the flags ask for none of this phase.
+    """
+    if mode == "null" or settings.method.selects_in_model:
+        return settings
+    if mode == "decode":
+        without = replace(settings, prefill_name=None, prefill=None, prefill_rules=None, asked=settings)
+        return without if settings.name else None
+    dense = DecodeMethod(MethodConfig.model_validate({"page_size": settings.config.page_size}))
+    without = replace(settings, name=None, decode=DecodeGroups(["None"], [dense]), rules=None, asked=settings)
+    return without if settings.prefill else None
 
 
 def _resolved(config: SparseConfig, rules: Mapping[str, object] | None) -> dict[str, object]:
@@ -216,7 +238,11 @@ def _read(server_args: Arguments) -> Settings | None:
         return None
     resolved = server_args.sparse_config if name else json.dumps(page_size_fields(server_args))
     return _settings(
-        name or None, str(resolved), prefill or None, str(getattr(server_args, "sparse_prefill_config", None))
+        name or None,
+        str(resolved),
+        prefill or None,
+        str(getattr(server_args, "sparse_prefill_config", None)),
+        getattr(server_args, "disaggregation_mode", "null"),
     )
 
 
@@ -227,6 +253,8 @@ def page_size_fields(server_args: Arguments) -> dict[str, object]:
 
 # Cached for every server of this process, because methods store facts about the model.
 @cache
-def _settings(name: str | None, resolved: str, prefill_name: str | None, prefill_resolved: str) -> Settings:
+def _settings(
+    name: str | None, resolved: str, prefill_name: str | None, prefill_resolved: str, mode: str
+) -> Settings | None:
     prefill_fields = json.loads(prefill_resolved) if prefill_name else None
-    return build(name, json.loads(resolved), prefill_name, prefill_fields)
+    return of_role(build(name, json.loads(resolved), prefill_name, prefill_fields), mode)

@@ -94,11 +94,6 @@ FLAG_LIMITS = (
         f"{', '.join(CHAINS)} with --sparse-method resa or dsa",
     ),
     FlagLimit(
-        "prefill-decode disaggregation",
-        _other_than("disaggregation_mode", "null"),
-        _OTHER_WRITER,
-    ),
-    FlagLimit(
         "the KV canary",
         _other_than("kv_canary", "none"),
         "it reports KV that a rectifying pass rewrites or compaction frees as damaged; not proven yet",
@@ -106,7 +101,6 @@ FLAG_LIMITS = (
     FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
     FlagLimit("FlexKV", _set("enable_flexkv"), _OTHER_WRITER),
     FlagLimit("changing PD roles", _set("enable_pd_role_switch"), _OTHER_WRITER),
-    FlagLimit("retraction to host memory", _set("disaggregation_decode_retraction_backup"), _OTHER_WRITER),
     FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
     FlagLimit(
         "data-parallel attention with padded experts",
@@ -157,6 +151,21 @@ FLAG_LIMITS = (
         "KV cache dtype",
         lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
         f"allowed: {', '.join(KV_DTYPES)}",
+    ),
+)
+
+# Of servers of a disaggregated pair.
+DISAGGREGATION_LIMITS = (
+    FlagLimit("speculative decoding", lambda args: args.speculative_algorithm, "drafts of a pair are not proven yet"),
+    FlagLimit("data-parallel attention", _attends_apart, "not proven yet"),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), "not proven yet"),
+    FlagLimit(
+        "offloaded KV", _set("disaggregation_decode_enable_offload_kvcache"), "it stores approximate KV for others"
+    ),
+    FlagLimit(
+        "KV received in host memory",
+        lambda args: None if (share := args.disaggregation_decode_host_receive_threshold) == 1 else share,
+        "it is loaded while the first decode step begins",
     ),
 )
 
@@ -280,6 +289,11 @@ CHECK_LIMITS = (
 )
 
 COMPACT_LIMITS = (
+    FlagLimit(
+        "--disaggregation-mode",
+        lambda args: mode if (mode := args.disaggregation_mode) == "decode" else None,
+        "what a retracted request takes back is its whole prompt; allowed: null, prefill",
+    ),
     FlagLimit("data-parallel attention", _attends_apart, "a step that SGLang makes dense would read freed pages"),
     FlagLimit("pipeline parallelism", _above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
     FlagLimit(
@@ -316,6 +330,11 @@ PREFILL_LIMITS = (
         "storage behind the hierarchical cache",
         _set("hicache_storage_backend"),
         "SGLang looks there for the prompt's own tokens, and groups have separate keys",
+    ),
+    FlagLimit(
+        "a prefix cache on the decode server",
+        _set("disaggregation_decode_enable_radix_cache"),
+        "prompts that part within a group would share some of it there",
     ),
     FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
 )

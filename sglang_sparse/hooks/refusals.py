@@ -18,6 +18,7 @@ from sglang_sparse.hooks.limits import (
     CHECK_LIMITS,
     COMPACT_LIMITS,
     DECODE_LIMITS,
+    DISAGGREGATION_LIMITS,
     DRAFT_LIMITS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
@@ -78,6 +79,8 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
         _require_none(args, PREFILL_LIMITS, f"{settings.prefill_flag} cannot run with")
     if drafts_itself(args):
         _require_drafts(args, settings)
+    if args.disaggregation_mode != "null":
+        _require_none(args, DISAGGREGATION_LIMITS, f"{settings.flag} with --disaggregation-mode cannot run with")
     if any(one.compacts for one in prompt_selectors(methods)):
         other = ("without compaction", '{"eviction": "visibility"}')
         _require_none(args, COMPACT_LIMITS, f"{settings.flag} cannot compact with", other)

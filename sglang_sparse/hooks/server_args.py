@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_sparse.config import arguments
 from sglang_sparse.config.arguments import CHAIN, CHAINS, Arguments, drafts_itself
 from sglang_sparse.config.files import checkpoint_config, read_config
-from sglang_sparse.config.settings import Settings, build, page_size_fields, settings_of
+from sglang_sparse.config.settings import Settings, build, of_role, page_size_fields, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import apply, dsa_flags, refusals
@@ -61,6 +61,8 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         if not settings.passes_through:
             args.page_size = settings.config.page_size if args.page_size is None else args.page_size
             _choose_chain(args)
+        if not _keep_phase(args, settings):
+            return super().resolve_once()
         super().resolve_once()
         if args.model_path.lower() not in ("none", "dummy"):
             # Now includes settings that depend on the model.
@@ -69,6 +71,24 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             dsa_flags.disable_prefill_graphs(args, settings)
         for text in (*settings.decode.warnings(), *of_prefill):
             logger.warning("sglang_sparse: %s", text)
+
+
+def _keep_phase(args: Arguments, settings: Settings) -> bool:
+    """Say which method is left to the other server of a disaggregated pair; returns whether any is for this one.
+
+    What is left to the other one still decides the page size, which both must share.
+    """
+    mode = args.disaggregation_mode
+    kept = of_role(settings, mode)
+    if kept is settings:
+        return True
+    left = settings.prefill_name if mode == "decode" else settings.name
+    if left:
+        runs = f"; this one runs {kept.flag}" if kept else "; this one runs dense"
+        logger.info("sglang_sparse: --disaggregation-mode %s: %s is for the other server%s", mode, left, runs)
+    if kept is None:
+        args.sparse_method = args.sparse_prefill_method = args.sparse_config = args.sparse_prefill_config = None
+    return kept is not None
 
 
 def add_fields() -> None:

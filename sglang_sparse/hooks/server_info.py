@@ -91,9 +91,10 @@ def require_active_schedulers(
     from sglang.srt.entrypoints.engine import SchedulerInitResult
 
     (scheduled,) = (each for each in result if isinstance(each, SchedulerInitResult))
+    asked = settings.asked or settings
     reports = [report for info in scheduled.scheduler_infos for report in info.get(REPLICAS, [info])]
     for rank, report in enumerate(reports):
-        if [report.get(field) for field in REPORTED] != [settings.name, settings.prefill_name]:
+        if [report.get(field) for field in REPORTED] != [asked.name, asked.prefill_name]:
             raise RuntimeError(
                 f"{settings.flag}: scheduler {rank} runs dense; the plugin is not active in its process "
                 f"(SGLang {installed_sglang()})"

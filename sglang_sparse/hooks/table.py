@@ -168,6 +168,13 @@ HOOKS = (
         "sparse prefill, rocketkv: end the cached prefix where the method allows it",
     ),
     Hook(
+        "sglang.srt.disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
+        "self",
+        "AFTER",
+        "scheduler.arrivals:note_transferred",
+        "prefill-decode disaggregation: summarise the pages of a prompt that another server has prefilled",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         "self, req, has_chunked_req, truncation_align_size",
         "AROUND",

@@ -26,7 +26,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.roles import Prompts, PromptSelector
-from sglang_sparse.methods.support import Architecture, refuse_sizes
+from sglang_sparse.methods.support import Architecture, FlagLimit, refuse_sizes
 from sglang_sparse.methods.views import attention_bytes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
@@ -42,6 +42,13 @@ KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
 HEAD_DIMS = (16, 32, 64, 128)
 # More than any context; what is counted in tokens or blocks fits an int32.
 MOST_TOKENS = 1 << 24
+WINDOW_LIMITS = (
+    FlagLimit(
+        "a prefix cache on the decode server",
+        lambda args: args.disaggregation_decode_enable_radix_cache or None,
+        "the last tokens of a prompt are encoded again there, in pages that others would share",
+    ),
+)
 
 
 class RocketkvConfig(RectifyConfig):
@@ -118,6 +125,7 @@ class Rocketkv(PromptSelector):
     config_class = RocketkvConfig
     config: RocketkvConfig
     view_buffers = VIEW_BUFFERS
+    flag_limits = WINDOW_LIMITS
     fp8_kv = False
     combines = True
 

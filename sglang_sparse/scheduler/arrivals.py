@@ -1,15 +1,19 @@
-"""Pages that a hierarchical cache brings back: what summarises their keys is computed again where they arrive.
+"""Pages that no pass of this server wrote: what summarises their keys is computed where they arrive.
 
 A page's entries are a pure function of its keys (`AuxBuffers`), so they need no transport and no room in host memory.
-SGLang decides what to load when it admits a request. The pass that prefills the rest of the prompt reads all of the
-prefix and waits for it layer by layer, so that the refresh at the end of this pass may read it, too. Nobody selects
-from these pages before: only decode passes do, and any that may see them is launched behind this pass, on the same
-stream. Other requests that found them meanwhile are prefilled in this pass or a later one.
+
+A hierarchical cache decides what to load when SGLang admits a request. The pass that prefills the rest of the prompt
+reads all of the prefix and waits for it layer by layer, so that the refresh at the end of this pass may read it, too.
+Nobody selects from these pages before: only decode passes do, and any that may see them is launched behind this pass,
+on the same stream. Other requests that found them meanwhile are prefilled in this pass or a later one.
+
+The prompt of a request that another server has prefilled is there when its first decode step begins. So is the KV of a
+request that a decode server gave up to host memory and has taken back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,11 +21,12 @@ import torch
 
 from sglang_sparse.attention.protocols import Req, ScheduleBatch
 from sglang_sparse.scheduler.request_fields import pool_row, prefix_len
+from sglang_sparse.scheduler.request_state import RequestState
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
 
-# The attribute of SGLang's Req with the positions, from and to, whose KV is loaded for it.
+# The attribute of SGLang's Req with the positions, from and to, whose KV arrives for it.
 ATTRIBUTE = "sglang_sparse_arriving"
 
 
@@ -35,13 +40,32 @@ def noted(request: Req) -> Iterator[None]:
         setattr(request, ATTRIBUTE, (start, end))
 
 
-def begin(backend: SparseAttentionBackend, batch: ScheduleBatch) -> None:
-    """Tell the backend, once, which slots are loaded for the requests of an extend batch."""
+def note_transferred(_: None, batch: ScheduleBatch) -> None:
+    """After ``ScheduleBatch.prepare_for_prebuilt``: note what another server has computed, or this one taken back."""
+    for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+        setattr(request, ATTRIBUTE, (prefix_len(request), length))
+
+
+def expected(request: Req) -> bool:
+    """Whether KV arrives for a request, or has arrived and no pass has begun since."""
+    return getattr(request, ATTRIBUTE, None) is not None
+
+
+def begin(backend: SparseAttentionBackend, batch: ScheduleBatch, states: Sequence[RequestState]) -> None:
+    """Tell the backend, once, which slots arrive for the requests of a batch."""
+    waiting = [(each, state) for each, state in zip(batch.reqs, states, strict=True) if expected(each)]
+    if not waiting:
+        return
+    loading = batch.forward_mode.is_extend_without_speculative()
     found: list[torch.Tensor] = []
-    for request in batch.reqs:
-        span = getattr(request, ATTRIBUTE, None)
-        if span is not None:
-            setattr(request, ATTRIBUTE, None)
-            found.append(batch.req_to_token_pool.req_to_token[pool_row(request), slice(*span)].long())
-    if found:
-        backend.expect(torch.cat(found))
+    pages, size = 0, batch.tree_cache.page_size
+    for request, state in waiting:
+        start, end = getattr(request, ATTRIBUTE)
+        setattr(request, ATTRIBUTE, None)
+        if not loading and state.shareable_len is None:
+            state.shareable_len = end
+        found.append(batch.req_to_token_pool.req_to_token[pool_row(request), start:end].long())
+        pages += -(-end // size) - start // size
+    if backend.decoding.last_layer >= 0:
+        backend.counters.arrived_pages += pages
+        backend.decoding.expect(torch.cat(found), loading)

@@ -18,7 +18,7 @@ from sglang_sparse.config.settings import settings_of
 from sglang_sparse.scheduler import arrivals, forced_tokens, prefill_chunks, prompt_windows
 from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, LATER
 from sglang_sparse.scheduler.rectification import Rectification
-from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
+from sglang_sparse.scheduler.request_fields import committed_len, free_tokens, has_backup
 from sglang_sparse.scheduler.request_state import RequestState, ensure_state, options_of, state_of
 
 if TYPE_CHECKING:
@@ -56,15 +56,17 @@ def begin_pass(
         lengths = batch.seq_lens_cpu.tolist() if settings.name else [None] * len(states)
         for state, length in zip(states, lengths, strict=True):
             state.shareable_len = length
+    if backend.decodes(mode) or mode.is_extend_without_speculative():
+        arrivals.begin(backend, batch, states)
     if backend.decodes(mode):
         _begin_decode(backend, forward_batch, batch, states)
     elif mode.is_extend_without_speculative():
-        arrivals.begin(backend, batch)
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
             # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
-            # batch may have an approximate tail.
-            if state.shareable_len is None or state.shareable_len >= prefix:
-                state.shareable_len = prefix + extended
+            # batch may have an approximate tail. A window that is encoded again may end before the exact length.
+            exact = prefix if state.shareable_len is None else state.shareable_len
+            if exact >= prefix:
+                state.shareable_len = max(exact, prefix + extended)
     if backend.verified:
         # SGLang may prepare a pass before it begins, that of a rank without requests too.
         backend.begin(forward_batch)
@@ -120,10 +122,15 @@ def shareable_len(request: Req) -> int | None:
 
 
 def forget_exact_length(_: None, request: Req) -> None:
-    """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a prefill."""
+    """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a prefill.
+
+    Unless a decode server of a disaggregated pair keeps a copy, and takes it back as it was.
+    """
     state = state_of(request)
     if state is not None:
-        state.shareable_len = state.verified_from = None
+        if not has_backup(request):
+            state.shareable_len = None
+        state.verified_from = None
         state.split_group = state.cut = None
         state.kept, state.compacted = (0, 0), False
 

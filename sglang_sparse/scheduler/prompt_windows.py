@@ -1,6 +1,7 @@
 """The windows at prompts' ends, for methods that choose there what of a prompt stays visible: see ``PromptSelector``.
 
-A cached prefix is used up to the window only, and no chunk ends within it.
+A cached prefix is used up to the window only, and no chunk ends within it. Where another server has prefilled a prompt,
+its window is encoded once more, densely, before the first decode step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 from sglang_sparse.attention.prompt_selection import KeepPath, PromptEnd
 from sglang_sparse.attention.protocols import ForwardBatch, Req, ScheduleBatch
 from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
-from sglang_sparse.scheduler.partial_batch import DENSE_PASS
+from sglang_sparse.scheduler import arrivals
+from sglang_sparse.scheduler.partial_batch import DENSE_PASS, Span
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
@@ -56,13 +58,27 @@ def outside(position: int, start: int | None, prompt: int, page_size: int) -> in
     return start // page_size * page_size
 
 
+def arrived(settings: Settings, batch: ScheduleBatch) -> list[Span]:
+    """Return what to encode again of prompts that another server has prefilled, so that methods may choose.
+
+    Of a prompt without a choice the last token: its row may hold that of an earlier request.
+    """
+    if not prompt_selectors(settings.decode.methods):
+        return []
+    spans = []
+    for request in filter(arrivals.expected, batch.reqs):
+        start, prompt = window_start(settings, request), len(request.origin_input_ids)
+        spans.append(Span(request, prompt - 1 if start is None else start, prompt))
+    return spans
+
+
 def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
     """Tell the backend which prompts a pass completes; copies that are due are launched before it.
 
     Args:
         batch: the ``ScheduleBatch`` that it was made from.
     """
-    prefills = batch.forward_mode.is_extend_without_speculative() and not getattr(batch, DENSE_PASS, False)
+    prefills = batch.forward_mode.is_extend_without_speculative()
     for path in backend.keeps:
         if path.compaction is not None:
             path.compaction.run()
@@ -70,8 +86,11 @@ def begin(backend: SparseAttentionBackend, forward_batch: ForwardBatch, batch: S
 
 
 def _prompt_ends(path: KeepPath, batch: ScheduleBatch) -> Iterator[PromptEnd]:
-    first = 0
+    first, again = 0, getattr(batch, DENSE_PASS, False)
     for row, request in enumerate(batch.reqs):
+        if again and not arrivals.expected(request):
+            first += batch.extend_lens[row]
+            continue
         start, prompt = batch.prefix_lens[row], len(request.origin_input_ids)
         state = state_of(request)
         methods = choosing(state.options) if state else ()

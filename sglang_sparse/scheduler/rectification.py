@@ -24,6 +24,7 @@ import torch
 
 from sglang_sparse.attention.protocols import ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
+from sglang_sparse.scheduler import prompt_windows
 from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
@@ -135,6 +136,9 @@ def run_step(
     if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
         return original(worker, batch, *args, **kwargs)
     backend = worker.model_runner.attn_backend
+    most = settings.rectify.rectify_max_batch if settings.rectify else 1
+    for spans in grouped(prompt_windows.arrived(settings, batch), most, pass_tokens(worker.server_args)):
+        _encode(worker.model_runner, batch, spans)
     backend.rectifying = plan_step(settings, batch, pass_tokens(worker.server_args), backend.divide)
     try:
         return original(worker, batch, *args, **kwargs)
@@ -331,20 +335,24 @@ def _rectify_tails(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]
 
 def _launch(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> None:
     """Encode spans again, in a pass behind all that was launched."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    runner: Any = scheduler.tp_worker.model_runner
     with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
         if scheduler.enable_overlap:
             scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
             _keep_unsampled_logits(scheduler)
-        forward_batch = ForwardBatch.init_new(extend_view(batch, spans), runner, return_hidden_states_before_norm=False)
-        runner.forward(forward_batch)
-    # Whatever it published, it may not be the last pass of its step that reads req_to_token.
-    runner.shared_read_done_event = None
+        _encode(scheduler.tp_worker.model_runner, batch, spans)
     if scheduler.enable_overlap:
         # Rows of req_to_token are free for others as soon as their requests are released or preempted.
         scheduler._apply_war_barrier()
+
+
+def _encode(runner: Any, batch: ScheduleBatch, spans: list[Span]) -> None:
+    """Encode spans again, in a pass of their own from which nothing is sampled."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    view = extend_view(batch, spans)
+    runner.forward(ForwardBatch.init_new(view, runner, return_hidden_states_before_norm=False))
+    # Whatever it published, it may not be the last pass of its step that reads req_to_token.
+    runner.shared_read_done_event = None
 
 
 def _keep_unsampled_logits(scheduler: Scheduler) -> None:

@@ -15,6 +15,11 @@ def committed_len(request: Req) -> int:
     return request.kv.kv_committed_len
 
 
+def has_backup(request: Req) -> bool:
+    """Whether SGLang keeps a copy of the KV of a retracted request in host memory."""
+    return request.kv.retraction_backup is not None
+
+
 def protected_len(request: Req) -> int:
     """Return where a request's own pages begin; the tree holds those before."""
     return request.kv.cache_protected_len

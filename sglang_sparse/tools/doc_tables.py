@@ -197,6 +197,9 @@ def _of_tables() -> Iterator[Refused]:
     for method in asked:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason
+    for limit in limits.DISAGGREGATION_LIMITS:
+        own = [method for method in asked if method.name != "dsa"]
+        yield f"prefill-decode disaggregation with {limit.name}", own, limit.reason
     for limit in limits.DECODE_LIMITS:
         one_by_one = [method for method in asked if not (method.prefill or _decode_class(method).verifies)]
         yield limit.name, one_by_one, limit.reason

@@ -15,6 +15,7 @@ from sglang_sparse.hooks.apply import parameters_of
 from sglang_sparse.hooks.limits import (
     COMPACT_LIMITS,
     DECODE_LIMITS,
+    DISAGGREGATION_LIMITS,
     DRAFT_LIMITS,
     FLAG_LIMITS,
     PREFILL_LIMITS,
@@ -23,6 +24,7 @@ from sglang_sparse.hooks.limits import (
 )
 from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
+from sglang_sparse.methods.rocketkv import WINDOW_LIMITS
 
 # Errors of looking a name up in an SGLang that this package was not written for.
 FOUND_OTHERWISE = (ImportError, AttributeError, TypeError, ValueError)
@@ -119,6 +121,8 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     record: Any = ServerArgs
     own = (
         *DECODE_LIMITS,
+        *DISAGGREGATION_LIMITS,
+        *WINDOW_LIMITS,
         *VERIFY_LIMITS,
         *RECTIFY_LIMITS,
         *DRAFT_LIMITS,

@@ -86,7 +86,7 @@ def make_backend() -> SparseAttentionBackend:
     method: Any = Keep()
     backend.method, backend.groups = method, SimpleNamespace(methods=(method,))  # pyright: ignore
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
-    backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
+    backend.decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
     backend.prefill = backend._captured = None
     backend._graph_tokens = 0
     backend.keeps = ()
@@ -209,7 +209,7 @@ def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> N
     dense, method = backend.dense, backend.method
     method.selects_in_model = True  # pyright: ignore[reportAttributeAccessIssue]
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
-    backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
+    backend.decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
     dense.forward = lambda q, k, v, layer, batch, save, **chosen: (layer.layer_id, chosen)
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     query = torch.ones(1, DIM)

@@ -124,7 +124,7 @@ def test_the_pages_that_it_wrote_are_summarised() -> None:
     found = {layer: backend._pools.buffer(spec.name, layer).clone() for layer in LAYERS}
     table = backend.dense.req_to_token_pool.req_to_token
     held = slots_of(table, [0] * len(HELD), [length + WIDTH for length in HELD])
-    backend._decoding.refresh({PAGE: page_ends(held, PAGE)})
+    backend.decoding.refresh({PAGE: page_ends(held, PAGE)})
     for layer in LAYERS:
         assert torch.equal(found[layer], backend._pools.buffer(spec.name, layer))
 

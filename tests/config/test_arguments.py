@@ -113,7 +113,7 @@ def test_unsupported_sglang_names_both_versions(
 
 
 def test_a_moved_seam_is_named(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = hooks.HOOKS[-1].target
+    target = hooks.HOOKS[0].target
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
     with pytest.raises(RuntimeError, match=target.replace(".", r"\.")):
         resolve(qwen3)

@@ -19,13 +19,15 @@ from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import DRAFTERS
 from sglang_sparse.hooks import limits, model_limits
-from sglang_sparse.methods import registry, support
+from sglang_sparse.methods import registry, rocketkv, support
 from sglang_sparse.methods.dsa import decode
 
 # By what they are for: the fields that no limit refuses.
 LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
 # Those that no method serves, and those of one method, by their names.
-LIMITS = {name: found for of in (limits, decode) for name, found in vars(of).items() if name.endswith("_LIMITS")}
+LIMITS = {
+    name: found for of in (limits, decode, rocketkv) for name, found in vars(of).items() if name.endswith("_LIMITS")
+}
 DRAFTS = {"sparse_method": "resa", "speculative_algorithm": "SPARSE_SELF"}
 COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
 
@@ -70,11 +72,9 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         (
             on("other speculative algorithms", "speculative_algorithm", "DFLASH"),
             on("other speculative algorithms", "decoupled_spec_role", "drafter"),
-            on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
             on("LMCache", "enable_lmcache"),
             on("FlexKV", "enable_flexkv"),
             on("changing PD roles", "enable_pd_role_switch"),
-            on("retraction to host memory", "disaggregation_decode_retraction_backup", "host_pool"),
             on("external cache linker", "enable_unified_cache_external_linker"),
             Trigger(
                 "data-parallel attention with padded experts",
@@ -194,6 +194,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         COMPACT,
         "--sparse-method rocketkv cannot compact with ",
         (
+            on("--disaggregation-mode", "disaggregation_mode", "decode"),
             on("hierarchical cache", "enable_hierarchical_cache"),
             on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
@@ -202,10 +203,27 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("returned routed experts", "enable_return_routed_experts"),
         ),
     ),
+    "DISAGGREGATION_LIMITS": (
+        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}, "disaggregation_mode": "decode"},
+        "--sparse-method resa with --disaggregation-mode cannot run with ",
+        (
+            on("speculative decoding", "speculative_algorithm", "EAGLE"),
+            on("data-parallel attention", "enable_dp_attention"),
+            on("pipeline parallelism", "pp_size", 2),
+            on("offloaded KV", "disaggregation_decode_enable_offload_kvcache"),
+            on("KV received in host memory", "disaggregation_decode_host_receive_threshold", 0.5),
+        ),
+    ),
+    "WINDOW_LIMITS": (
+        {"sparse_method": "rocketkv"},
+        "--sparse-method rocketkv cannot run with ",
+        (on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),),
+    ),
     "INDEXER_LIMITS": (
         {"sparse_method": "dsa"},
         "--sparse-method dsa cannot run with ",
         (
+            on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
             on("returned indexer top-k", "enable_return_indexer_topk"),
             on("a page size", "page_size", 32),
             on("a float16 model", "dtype", "half"),
@@ -222,6 +240,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             ),
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
             on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
+            on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),
             on("multi-item scoring", "enable_mis"),
         ),
     ),

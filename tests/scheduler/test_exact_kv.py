@@ -26,7 +26,8 @@ SPARSE = {"active_ratio": 0.1, "min_pages": 4, "min_seq_len": 0, "crossover_toke
 
 
 def request(**options: object) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=options), finished=lambda: True)
+    kv = SimpleNamespace(retraction_backup=None)
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=options), finished=lambda: True, kv=kv)
 
 
 def follow(
@@ -129,6 +130,15 @@ def test_retraction_starts_over() -> None:
     exact_kv.forget_exact_length(None, one)
     follow("extend", [one], [501], [0])
     assert exact(one, 501) == 501
+
+
+def test_a_retracted_request_that_is_taken_back_is_as_exact_as_it_was() -> None:
+    one = request()
+    follow("extend", [one], [500], [0])
+    follow("decode", [one], [501])
+    one.kv.retraction_backup = "in host memory"
+    exact_kv.forget_exact_length(None, one)
+    assert exact(one, 501) == 500
 
 
 @pytest.mark.parametrize(("shareable_len", "freed"), [(35, (48, 70)), (32, (32, 70)), (64, (64, 70)), (70, None)])

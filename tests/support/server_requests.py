@@ -177,6 +177,11 @@ def assert_nothing_leaked(server: ServerProcess) -> None:
     """
     server.flush_cache()
     assert greedy(server, [[11, 12, 13]], tokens=2)[0]
+    assert_no_error(server)
+
+
+def assert_no_error(server: ServerProcess) -> None:
+    """Look for leaks and tracebacks in a server's log."""
     assert "leak" not in server.log().lower(), server.log_tail()
     assert "Traceback" not in settled_log(server), server.log_tail()
 

@@ -90,7 +90,7 @@ def make_backend(fields: dict[str, Any]) -> SparseAttentionBackend:
     backend.groups = build("resa", {"page_size": PAGE, "rectify_interval": 0, **fields}).decode
     methods = backend.groups.methods
     backend._pools = AuxBuffers(backend.groups.aux_specs(MODEL), LAYERS, PAGES, PAGE, "cpu")
-    backend._decoding = DecodePath(methods, backend._pools, pool, MODEL)
+    backend.decoding = DecodePath(methods, backend._pools, pool, MODEL)
     backend._kv_heads, backend._tokens = KV_HEADS, CONTEXT
     backend._buffers = view_buffers(methods, MODEL, CONTEXT, torch.float32, torch.device("cpu"))
     backend._latent, backend.keeps, backend.verified, backend.counters = False, (), WIDTH, Counted()

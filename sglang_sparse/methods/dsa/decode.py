@@ -56,6 +56,11 @@ def _one_for_all_stages(value: object) -> object:
 INDEXER_PAGE = 64
 INDEXER_LIMITS = (
     FlagLimit(
+        "prefill-decode disaggregation",
+        lambda args: mode if (mode := args.disaggregation_mode) != "null" else None,
+        "GPUs have been compared with SGLang's own kernels alone",
+    ),
+    FlagLimit(
         "returned indexer top-k", lambda args: args.enable_return_indexer_topk or None, "what is chosen is not reported"
     ),
     FlagLimit(

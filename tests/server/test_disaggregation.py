@@ -1,0 +1,118 @@
+"""A prefill and a decode server: prompts that the other one prefilled, as they are on one server."""
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import folder_transfer
+import pytest
+import torch
+from approximate import METHODS, ask, assert_same
+from server_requests import RETRACT, assert_no_error, random_prompts, sparse_state
+
+from launch.server import ServerProcess
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="the transfer is of the CPU")]
+MODELS = Path("eval/models")
+FLAGS = ("--max-total-tokens", "8192", "--context-length", "2048", "--chunked-prefill-size", "512")
+FLAGS += ("--dtype", "float32")
+PROMPTS = random_prompts(11, (900, 700, 801, 12, 930), 1000)
+Ask = Callable[..., dict[str, Any]]
+
+
+def server_of(name: str, **fields: Any) -> tuple[Path, tuple[str, ...], dict[str, Any]]:
+    """The model, flags and sparse flags of a method, with fields of its config."""
+    method, config, prefill = METHODS[name]
+    model, page = ("tiny-mla", 64) if method == "robsa" else ("tiny-gqa", 16)
+    unchecked = {"check_exactness": False}
+    options = {"method": method, "config": config | unchecked | fields, "prefill": prefill and prefill | unchecked}
+    return MODELS / model, (*FLAGS, "--page-size", str(page)), options
+
+
+@contextmanager
+def pair(
+    serve: Any, folder: Path, name: str, *more: str, env: dict[str, str] | None = None, **fields: Any
+) -> Iterator[tuple[Ask, ServerProcess]]:
+    """A prefill and a decode server with the same sparse flags; yields what asks both, and the decode server.
+
+    Args:
+        more: flags of the decode server.
+        env: of the decode server.
+        fields: of the decode method's config.
+    """
+    model, flags, options = server_of(name, **fields)
+    both = folder_transfer.install(folder)
+    flags += ("--disaggregation-transfer-backend", "mori", "--disaggregation-mode")
+    with (
+        # SGLang's prefill servers overlap by events of CUDA.
+        serve(model, *flags, "prefill", "--disable-overlap-schedule", **options, env=both) as first,
+        serve(model, *flags, "decode", *more, **options, env=both | (env or {})) as second,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def ask_both(prompt: list[int], *args: Any, **given: Any) -> dict[str, Any]:
+            given |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": random.getrandbits(62)}
+            started = pool.submit(ask, first, prompt, *args, **given)
+            answer = ask(second, prompt, *args, **given)
+            assert started.result()["output_ids"] == answer["output_ids"][:1]
+            return answer
+
+        yield ask_both, second
+        for server in (first, second):
+            server.flush_cache()
+        assert ask_both([11, 12, 13], 2)["output_ids"]
+        for server in (first, second):
+            assert_no_error(server)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_pair_answers_as_one_server_does(serve, tmp_path: Path, name: str) -> None:
+    model, flags, options = server_of(name)
+    with serve(model, *flags, **options) as server:
+        expected = [ask(server, prompt) for prompt in PROMPTS]
+        whole = sparse_state(server)
+    with pair(serve, tmp_path, name) as (ask_both, decode):
+        for prompt, answer in zip(PROMPTS, expected, strict=True):
+            assert_same(ask_both(prompt), answer)
+        found = sparse_state(decode)
+        assert found["rectified_tokens"] == whole["rectified_tokens"] and found["sparse_layer_rows"] > 0
+        page = int(flags[-1])
+        pages = sum(-(-len(prompt) // page) for prompt in PROMPTS)
+        assert found["arrived_pages_summarised"] == (0 if name == "skip_softmax" else pages)
+
+
+@pytest.mark.parametrize("name", ["resa", "rocketkv"])
+def test_what_a_retracted_request_takes_back_is_as_it_was(serve, tmp_path: Path, name: str) -> None:
+    """Approximate KV too, so that no token changes. When a row is rectified depends on its neighbours: never."""
+    model, flags, options = server_of(name, rectify_interval=0)
+    with serve(model, *flags, **options) as server:
+        expected = [ask(server, prompt) for prompt in PROMPTS]
+    # Streams of the CPU lack what the copy to the host pool needs.
+    more = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
+    with (
+        pair(serve, tmp_path, name, *more, env=RETRACT, rectify_interval=0) as (ask_both, _),
+        ThreadPoolExecutor() as pool,
+    ):
+        answers = list(pool.map(ask_both, PROMPTS))
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 3
+        for found, answer in zip(answers, expected, strict=True):
+            assert_same(found, answer)
+
+
+def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path: Path) -> None:
+    model, flags, options = server_of("resa")
+    turns = [PROMPTS[0]]
+    with serve(model, *flags, **options) as server:
+        first = ask(server, turns[0])
+        turns.append([*turns[0], *first["output_ids"], *PROMPTS[1][:100]])
+        server.flush_cache()
+        expected = [first, ask(server, turns[1])]
+    with pair(serve, tmp_path, "resa", "--disaggregation-decode-enable-radix-cache") as (ask_both, decode):
+        for prompt, answer in zip(turns, expected, strict=True):
+            before = sparse_state(decode)["arrived_pages_summarised"]
+            assert_same(ask_both(prompt), answer)
+            arrived = sparse_state(decode)["arrived_pages_summarised"] - before
+        assert arrived < len(turns[1]) // 16 - len(turns[0]) // 16 + 4
