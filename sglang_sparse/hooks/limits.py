@@ -214,7 +214,6 @@ VERIFY_LIMITS = (
 
 RECTIFY_LIMITS = (
     FlagLimit("pipeline parallelism", _above_one("pp_size"), "a rectifying step has two passes, a stage hands on one"),
-    FlagLimit("data-parallel attention", _attends_apart, "its ranks would have to run their dense passes together"),
     FlagLimit("lossless decoding", _lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
@@ -223,6 +222,12 @@ RECTIFY_LIMITS = (
     FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
+)
+
+# Of servers with "rectify_on_finish".
+FINISH_LIMITS = (
+    FlagLimit("--disable-radix-cache", _set("disable_radix_cache"), "nobody shares what it makes exact"),
+    FlagLimit("data-parallel attention", _attends_apart, "its passes run behind a step, where ranks do not meet"),
 )
 
 # Of SGLang's arguments of speculative decoding, what lossless decoding reads or refuses by name.

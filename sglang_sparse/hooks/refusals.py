@@ -20,6 +20,7 @@ from sglang_sparse.hooks.limits import (
     DECODE_LIMITS,
     DISAGGREGATION_LIMITS,
     DRAFT_LIMITS,
+    FINISH_LIMITS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
     PREFILL_LIMITS,
@@ -88,9 +89,8 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     if rectify and rectify.rectify_interval:
         other = ("without rectification", '{"rectify_interval": 0}')
         _require_none(args, RECTIFY_LIMITS, f"{settings.flag} cannot rectify with", other)
-    if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
-        message = f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
-        raise SparseArgumentError(message, field="rectify_on_finish", got=True)
+    if rectify and rectify.rectify_on_finish:
+        _require_none(args, FINISH_LIMITS, f"{settings.flag}: rectify_on_finish cannot run with")
     if settings.check_exactness:
         _require_none(args, CHECK_LIMITS, f"{settings.flag}: check_exactness cannot run with")
     if not on_gpu(gpu):

@@ -133,6 +133,37 @@ HOOKS = (
         "force the output tokens that a request asks for",
     ),
     Hook(
+        "sglang.srt.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw",
+        (
+            "local_batch, model_runner, get_idle_batch, disable_cuda_graph, require_mlp_tp_gather, "
+            "disable_overlap_schedule, offload_tags, draft_require_mlp_tp_gather=None, dwdp=False, sync_wait_carry=None"
+        ),
+        "AROUND",
+        "scheduler.rank_agreement:plan_ahead",
+        "data-parallel attention: plan which rows this rank rectifies before the ranks tell each other",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor",
+        "self, device, dtype=torch.int64",
+        "AFTER",
+        "scheduler.rank_agreement:tell",
+        "data-parallel attention: tell the other ranks how many tokens and rows that are",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
+        "self, device, dtype=torch.int64",
+        "AFTER",
+        "scheduler.rank_agreement:tell_nothing",
+        "the same for a rank that is not there",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.dp_attn._update_gather_batch",
+        ("batch, mlp_sync_info, require_mlp_tp_gather, draft_require_mlp_tp_gather=None, skip_global_metadata=False"),
+        "AFTER",
+        "scheduler.rank_agreement:agree",
+        "data-parallel attention: leave on the batch what all ranks rectify",
+    ),
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         "self, batch, result",
         "AROUND",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,12 +13,17 @@ from sglang_sparse.attention.protocols import Req, ScheduleBatch
 from sglang_sparse.scheduler.request_fields import pool_row
 from sglang_sparse_kernels.common.launch import to_device
 
+if TYPE_CHECKING:
+    from sglang_sparse.scheduler.rectification import Rectification
+
 # The attribute of a batch whose pass runs dense, whatever its requests are.
 DENSE_PASS = "dense_pass"
 # That of a batch whose lengths on the host are bounds, while the device knows them.
 BOUNDED = "bounded_lengths"
 # That of a draft behind the first one of its round.
 LATER = "later_draft"
+# The attribute of a batch with what the ranks have agreed on for its step.
+AGREED = "sglang_sparse_agreed"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,30 @@ class Span:
         return self.end - self.start
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """The dense pass of a step that several ranks run together, see ``rank_agreement``.
+
+    Attributes:
+        batch: this rank's, of that step.
+        plan: what of it is rectified; None for nothing.
+        tokens: tokens of the pass, by rank; of this rank alone where the ranks gather nothing.
+        rows: its rows, likewise.
+    """
+
+    batch: ScheduleBatch
+    plan: Rectification | None
+    tokens: list[int]
+    rows: list[int]
+
+    def stamp(self, view: ScheduleBatch) -> ScheduleBatch:
+        """Give a batch of the dense pass the sizes that the ranks have in it; returns the batch."""
+        graphs = dict.fromkeys(("can_run_decode_cuda_graph", "can_run_dp_prefill_cuda_graph"), False)
+        sizes = {"global_num_tokens": self.tokens, "global_num_tokens_for_logprob": self.rows}
+        vars(view).update(is_extend_in_batch=True, **sizes, **graphs)
+        return view
+
+
 def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tensor | None = None) -> Any:
     """Make the batch of the dense pass over ``spans``: an extend batch that writes to slots the requests already have.
 
@@ -59,7 +88,7 @@ def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tenso
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     table = batch.req_to_token_pool.req_to_token
-    view = _rows_view(batch, [span.request for span in spans])
+    view = rows_view(batch, [span.request for span in spans])
     view.forward_mode = ForwardMode.EXTEND
     setattr(view, DENSE_PASS, True)
     view.prefix_lens = [span.start for span in spans]
@@ -110,7 +139,7 @@ def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> Any:
         batch: the ``ScheduleBatch``, its ``input_ids`` resolved.
         rows: ascending.
     """
-    view = _rows_view(batch, [batch.reqs[row] for row in rows])
+    view = rows_view(batch, [batch.reqs[row] for row in rows])
     host = torch.tensor(rows, dtype=torch.int64)
     device = to_device(rows, torch.int64, batch.seq_lens.device)
     view.seq_lens_cpu = batch.seq_lens_cpu[host]
@@ -119,7 +148,15 @@ def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> Any:
     return view
 
 
-def _rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
+def idle_view(batch: ScheduleBatch) -> ScheduleBatch:
+    """Make a batch without rows, for a pass of the others."""
+    view = rows_view(batch, [])
+    view.prepare_for_idle()
+    return view
+
+
+def rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
+    """Copy a batch for a pass over some of its requests; what belongs to rows is the caller's to set."""
     view = without_sampling(batch)
     view.reqs = requests
     view.seq_lens_sum = None

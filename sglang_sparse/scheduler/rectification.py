@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,12 +25,14 @@ import torch
 from sglang_sparse.attention.protocols import ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler import prompt_windows
-from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
+from sglang_sparse.scheduler.partial_batch import AGREED, Agreed, Span, decode_view, extend_view, idle_view
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
 from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
     from sglang_sparse.attention.counters import RectifyCounts
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.config import RectifyConfig
@@ -82,6 +84,7 @@ class Rectification:
         spans: what is re-encoded of each of them.
         late: steps that each of them waited beyond its interval.
         parts: which of them, as indices of ``due``, share a pass.
+        agreed: what other ranks do meanwhile, where they have batches of their own.
     """
 
     outer_batch: ScheduleBatch
@@ -89,6 +92,7 @@ class Rectification:
     spans: list[Span]
     late: list[int]
     parts: list[list[int]]
+    agreed: Agreed | None = None
 
     @property
     def rest(self) -> list[int]:
@@ -131,15 +135,18 @@ def plan_step(
 def run_step(
     original: Callable[..., object], worker: ModelWorker, batch: ScheduleBatch | None, *args: object, **kwargs: object
 ) -> object:
-    """Around ``TpModelWorker.forward_batch_generation``: launch a decode step, with rectification where due."""
+    """Around ``TpModelWorker.forward_batch_generation``: launch a step, with rectification where due."""
     settings = hooked_settings_of(worker.server_args)
-    if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
+    if settings is None or worker.is_draft_worker or batch is None:
         return original(worker, batch, *args, **kwargs)
-    backend = worker.model_runner.attn_backend
-    most = settings.rectify.rectify_max_batch if settings.rectify else 1
-    for spans in grouped(prompt_windows.arrived(settings, batch), most, pass_tokens(worker.server_args)):
-        _encode(worker.model_runner, batch, spans)
-    backend.rectifying = plan_step(settings, batch, pass_tokens(worker.server_args), backend.divide)
+    backend, agreed = worker.model_runner.attn_backend, getattr(batch, AGREED, None)
+    most = pass_tokens(worker.server_args)
+    if batch.forward_mode.is_decode():
+        together = settings.rectify.rectify_max_batch if settings.rectify else 1
+        for spans in grouped(prompt_windows.arrived(settings, batch), together, most):
+            _encode(worker.model_runner, batch, spans)
+        backend.rectifying = agreed.plan if agreed else plan_step(settings, batch, most, backend.divide)
+    backend.rectifying = backend.rectifying or agreed
     try:
         return original(worker, batch, *args, **kwargs)
     finally:
@@ -154,51 +161,69 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     Returns:
         SGLang's output of the last pass, with the logits of all rows.
     """
-    step = None
-    if hooked_settings_of(runner.server_args) is not None and not runner.is_draft_worker:
-        runner.attn_backend.begin(forward_batch)
-        step = runner.attn_backend.rectifying
-    if not isinstance(step, Rectification):
+    if hooked_settings_of(runner.server_args) is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    backend = runner.attn_backend
+    backend.begin(forward_batch)
+    step = backend.rectifying
 
-    batch, rest = step.outer_batch, step.rest
-    device = batch.seq_lens.device
-    passes = []
-    for part in step.parts:
-        due = [step.due[index] for index in part]
-        newest = batch.input_ids[to_device(due, torch.int64, device)]
-        passes.append((due, extend_view(batch, [step.spans[index] for index in part], newest)))
-    if rest:
-        passes.append((rest, decode_view(batch, rest)))
-    counts = runner.attn_backend.counters.rectify
-    counts.second_passes += bool(rest)
-    _count(counts, step.spans, step.late)
-    logits = output = None
-    # Whatever runs a forward within these passes must not be split again.
-    runner.attn_backend.rectifying = None
-    for rows, view in passes:
-        inner = ForwardBatch.init_new(
-            view,
-            runner,
-            capture_hidden_mode=forward_batch.capture_hidden_mode,
-            return_hidden_states_before_norm=False,
-        )
-        runner.attn_backend.begin(inner)
+    def run(view: ScheduleBatch) -> Any:
+        inner = _forward_batch(view, runner, forward_batch.capture_hidden_mode)
+        backend.begin(inner)
         # An event of the pass before says nothing of what this one reads, which may publish none.
         runner.shared_read_done_event = None
-        output = original(runner, inner, *args, **kwargs)
-        if rows is not rest and device.type == "cuda" and not output.can_run_graph:
+        return original(runner, inner, *args, **kwargs)
+
+    # Whatever runs a forward within these passes must not be split again.
+    backend.rectifying = None
+    if isinstance(step, Agreed):
+        run(step.stamp(idle_view(step.batch)))
+        backend.begin(forward_batch)
+        runner.shared_read_done_event = None
+    if not isinstance(step, Rectification):
+        return original(runner, forward_batch, *args, **kwargs)
+    counts = backend.counters.rectify
+    counts.second_passes += bool(step.rest)
+    _count(counts, step.spans, step.late)
+    logits = output = None
+    for rows, view in _views(step):
+        ran = run(view)
+        if not rows:
+            continue
+        output = ran
+        if view.forward_mode.is_extend() and not step.agreed and view.seq_lens.is_cuda and not output.can_run_graph:
             _warn_eager()
         found = output.logits_output.next_token_logits
         if logits is None:
-            logits = found.new_empty(len(batch.reqs), found.shape[1])
+            logits = found.new_empty(len(step.outer_batch.reqs), found.shape[1])
         # Copied out at once: a graph's output is overwritten by its next replay.
-        logits.index_copy_(0, to_device(rows, torch.int64, device), found)
+        logits.index_copy_(0, to_device(rows, torch.int64, found.device), found)
     assert output is not None
     output.logits_output.next_token_logits = logits
     output.can_run_graph = False
     return output
+
+
+def _views(step: Rectification) -> Iterator[tuple[list[int], ScheduleBatch]]:
+    """Yield the rows of each pass of a step, and its batch; ranks that agree have two passes, the second maybe idle."""
+    batch = step.outer_batch
+    for part in step.parts:
+        due = [step.due[index] for index in part]
+        newest = batch.input_ids[to_device(due, torch.int64, batch.seq_lens.device)]
+        view = extend_view(batch, [step.spans[index] for index in part], newest)
+        yield due, step.agreed.stamp(view) if step.agreed else view
+    if step.rest:
+        yield step.rest, decode_view(batch, step.rest)
+    elif step.agreed:
+        yield [], idle_view(batch)
+
+
+def _forward_batch(view: Any, runner: Any, capture_hidden_mode: Any = None) -> ForwardBatch:
+    from sglang.srt.model_executor import forward_batch_info
+
+    return forward_batch_info.ForwardBatch.init_new(
+        view, runner, capture_hidden_mode=capture_hidden_mode, return_hidden_states_before_norm=False
+    )
 
 
 @functools.cache
@@ -347,10 +372,7 @@ def _launch(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> No
 
 def _encode(runner: Any, batch: ScheduleBatch, spans: list[Span]) -> None:
     """Encode spans again, in a pass of their own from which nothing is sampled."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    view = extend_view(batch, spans)
-    runner.forward(ForwardBatch.init_new(view, runner, return_hidden_states_before_norm=False))
+    runner.forward(_forward_batch(extend_view(batch, spans), runner))
     # Whatever it published, it may not be the last pass of its step that reads req_to_token.
     runner.shared_read_done_event = None
 

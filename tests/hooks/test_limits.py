@@ -136,7 +136,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
                 "lossless decoding",
                 {"speculative_algorithm": "SPARSE_SELF", "sparse_config": {"rectify_interval": 8}},
             ),
-            on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
             on("mixed chunk", "enable_mixed_chunk"),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
@@ -179,6 +178,11 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("returned routed experts", "enable_return_routed_experts"),
             on("returned indexer top-k", "enable_return_indexer_topk"),
         ),
+    ),
+    "FINISH_LIMITS": (
+        {"sparse_method": "resa", "sparse_config": {"rectify_on_finish": True}},
+        "--sparse-method resa: rectify_on_finish cannot run with ",
+        (on("--disable-radix-cache", "disable_radix_cache"), on("data-parallel attention", "enable_dp_attention")),
     ),
     "CHECK_LIMITS": (
         {"sparse_method": "resa", "sparse_config": {"check_exactness": True, "rectify_interval": 0}},

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,9 @@ METHODS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "robsa": ("robsa", {"allow_uncalibrated": True, "page_size": 64, "theta1": 0.6, **SELECTIVE}, None),
     "rocketkv": ("rocketkv", {"prompt_budget": 256, "window_size": 16, "topk": 16, **SELECTIVE}, None),
     "skip_softmax": ("skip_softmax", {"threshold_scale_factor": {"decode": 50.0}, **SELECTIVE}, None),
+}
+RECTIFIED = {
+    name: (method, {**config, "rectify_interval": 7}, prefill) for name, (method, config, prefill) in METHODS.items()
 }
 PROMPTS = random_prompts(17, (900, 40, 700, 333), 1000)
 ASKED = {"return_logprob": True, "sampling_params": {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}}
@@ -82,6 +86,32 @@ def test_ranks_of_attention_answer_as_one_does(serve, alone, name: str) -> None:
         assert_same(server.generate(input_ids=PROMPTS * 2, **ASKED), alone(name) * 2)
         found = states(server)
         assert len(found) == 2 and all(state["decode_rows"] > state["dense_fallback_rows"] for state in found)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("name", ["resa and anchor", "robsa"])
+def test_ranks_rectify_together(serve, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With one prompt at a time on each rank, as when a row is rectified depends on its neighbours."""
+    monkeypatch.setitem(METHODS, name, RECTIFIED[name])
+    with started(serve, name) as server:
+        expected = [server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS]
+        (alone,) = states(server)
+
+    def at(rank: int) -> list[dict[str, Any]]:
+        return [
+            server.generate(input_ids=prompt, data_parallel_rank=rank, **ASKED) for prompt in PROMPTS[:: 1 - 2 * rank]
+        ]
+
+    with started(serve, name, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention") as server:
+        for rank in range(2):
+            assert_same(at(rank)[:: 1 - 2 * rank], expected)
+        for state in states(server):
+            assert state["rectified_tokens"] == alone["rectified_tokens"] > 0
+        # One rank rectifies while the other one prefills, decodes, rectifies other rows or has none.
+        with ThreadPoolExecutor() as pool:
+            first, second = pool.map(at, range(2))
+        assert_same(first, expected)
+        assert_same(second[::-1], expected)
         assert_nothing_leaked(server)
 
 
