@@ -70,7 +70,7 @@ class Agreed:
         return view
 
 
-def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tensor | None = None) -> Any:
+def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tensor | None = None) -> ScheduleBatch:
     """Make the batch of the dense pass over ``spans``: an extend batch that writes to slots the requests already have.
 
     Args:
@@ -132,7 +132,7 @@ def _tokens(request: Req, start: int, end: int) -> list[int]:
     return tokens
 
 
-def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> Any:
+def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> ScheduleBatch:
     """Make the decode batch of some rows of a decode batch.
 
     Args:

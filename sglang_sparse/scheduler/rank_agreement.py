@@ -61,7 +61,7 @@ def _with(row: torch.Tensor, numbers: list[int]) -> torch.Tensor:
     return torch.cat([row, torch.tensor(numbers, dtype=row.dtype, device=row.device)])
 
 
-def agree(_: None, batch: object, info: MLPSyncBatchInfo, gathers: bool, *__: object, **___: object) -> None:
+def agree(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, gathers: bool, *__: object, **___: object) -> None:
     """After ``_update_gather_batch``: leave what the ranks rectify on the batch, and count these rows out of its step.
 
     Args:
