@@ -1,8 +1,10 @@
 """Sparse options for single requests, from the client's side.
 
 For OpenAI's client, ``extra_body={"custom_params": frontend.options(active_ratio=0.05)}``; for SGLang's ``/generate``,
-``sampling_params={"custom_params": frontend.options(sparse=False)}``. For SGLang's frontend language, whose sampling
-parameters have no such field, an endpoint that adds it, and what a single state or fork asks for on such an endpoint:
+``sampling_params={"custom_params": frontend.options(sparse=False)}``. With a custom logit processor, options stand next
+to its parameters: ``{"sparse": frontend.options(active_ratio=0.05), "ngram_size": 3}``. For SGLang's frontend language,
+whose sampling parameters have no such field, an endpoint that adds it, and what a single state or fork asks for on such
+an endpoint:
 
     precise = frontend.sparse_endpoint("http://127.0.0.1:30000", active_ratio=0.2)
     state = program.run(question="...", backend=precise)

@@ -103,6 +103,7 @@ class Req(Protocol):
     output_ids_through_stop: Sequence[int]
     full_untruncated_fill_ids: Sequence[int]
     sampling_params: SamplingParams
+    custom_logit_processor: str | None
     kv: schedule_batch.ReqKvInfo
     prefix_len: int
     host_hit_length: int

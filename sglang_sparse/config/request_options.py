@@ -47,39 +47,30 @@ class RequestOptions:
     lossless: bool = True
 
 
-def parse_options(settings: Settings, params: Mapping[str, object] | None) -> RequestOptions:
-    """Read a request's ``custom_params``; unknown keys are left to custom logit processors.
+def parse_options(
+    settings: Settings, custom_params: Mapping[str, object] | None, processor: bool = False
+) -> RequestOptions:
+    """Read a request's options: those under ``sparse``, or without a custom logit processor all of ``custom_params``.
 
     Args:
         settings: the server's.
-        params: the request's ``custom_params``.
+        custom_params: the request's.
+        processor: True if the request has a custom logit processor, which reads them, too.
 
     Raises:
         SparseArgumentError: a field is mistyped, misspelt, out of range or not one that this server's method has.
     """
     if settings.asked:
-        options = parse_options(settings.asked, params)
+        options = parse_options(settings.asked, custom_params, processor)
         return options if settings.prefill else replace(options, prefill=None, namespace="")
-    params = params or {}
+    params = _given(custom_params or {}, processor)
     by_phase = _by_phase(settings, params)
     of_decode, of_prefill = (
         tuple(dict.fromkeys(name for config in configs for name in config.request_fields))
         for configs in _configs(settings).values()
     )
     overridable = tuple(dict.fromkeys((*of_decode, *of_prefill)))
-    names = (*overridable, SPARSE, FORCED_TOKENS)
-    for key, value in params.items():
-        # Few servers verify drafts.
-        if key in (*names, LOSSLESS):
-            continue
-        if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
-            message = f"{key}: belongs to the server's config"
-            raise SparseArgumentError(message, field=key, got=value, allowed=names, where="in a request")
-        if key in registry.known_fields():
-            raise SparseArgumentError(f"{key}: {settings.flag} has no such field", field=key, got=value, allowed=names)
-        # A short name such as "sparse" resembles too many names with another meaning.
-        if hint := nearest(str(key), [*overridable, FORCED_TOKENS], cutoff=0.85):
-            raise SparseArgumentError(f"custom_params: unknown field {key!r}", field=key, got=value, hint=hint)
+    _require_known(settings, params, overridable, strict=isinstance((custom_params or {}).get(SPARSE), Mapping))
     sparse = _asks_sparse(settings, params)
     overrides = _overrides(by_phase[DECODE], of_decode)
     of_prompt = _overrides(by_phase[PREFILL], of_prefill)
@@ -100,6 +91,38 @@ def parse_options(settings: Settings, params: Mapping[str, object] | None) -> Re
                 raise SparseArgumentError(message, field=name, got=value)
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
     return RequestOptions(decode, sparse, interval, forced, prefill, namespace, _asked(params, LOSSLESS))
+
+
+def _given(params: Mapping[str, object], processor: bool) -> Mapping[str, object]:
+    """Return the part of ``custom_params`` that holds options; another part may belong to a custom logit processor."""
+    sparse = params.get(SPARSE)
+    if not isinstance(sparse, Mapping):
+        return {name: value for name, value in params.items() if name == SPARSE} if processor else params
+    for name in () if processor else sorted(params.keys() & {*registry.known_fields(), LOSSLESS, FORCED_TOKENS}):
+        message = f"{name}: got {params[name]!r} next to {SPARSE}: {{…}}; move it into {SPARSE}"
+        raise SparseArgumentError(message, field=name, got=params[name])
+    return sparse
+
+
+def _require_known(settings: Settings, params: Mapping[str, object], overridable: Sequence[str], strict: bool) -> None:
+    """Refuse fields that a request cannot set; of other names only misspelt ones, and all if ``strict``."""
+    # Few servers verify drafts.
+    names = (*overridable, *(() if strict else (SPARSE,)), FORCED_TOKENS)
+    for key, value in params.items():
+        if key in (*names, LOSSLESS):
+            continue
+        if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
+            message = f"{key}: belongs to the server's config"
+            raise SparseArgumentError(message, field=key, got=value, allowed=names, where="in a request")
+        if key in registry.known_fields():
+            raise SparseArgumentError(f"{key}: {settings.flag} has no such field", field=key, got=value, allowed=names)
+        # A short name such as "sparse" resembles too many names with another meaning.
+        hint = nearest(str(key), [*overridable, FORCED_TOKENS], cutoff=0.85)
+        if strict:
+            message = f"{SPARSE}: unknown field {key!r}"
+            raise SparseArgumentError(message, field=key, got=value, allowed=names, hint=hint)
+        if hint:
+            raise SparseArgumentError(f"custom_params: unknown field {key!r}", field=key, got=value, hint=hint)
 
 
 def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
@@ -130,7 +153,8 @@ def _by_phase(settings: Settings, params: Mapping[str, object]) -> dict[str, dic
 def _asked(params: Mapping[str, object], name: str) -> bool:
     value = params.get(name, True)
     if not isinstance(value, bool):
-        raise SparseArgumentError(field=name, got=value, allowed="true or false")
+        allowed = "true, false, or a mapping of options" if name == SPARSE else "true or false"
+        raise SparseArgumentError(field=name, got=value, allowed=allowed)
     return value
 
 

@@ -100,7 +100,8 @@ def _require_options(
     params = sampling.custom_params
     if params is not None and not isinstance(params, dict):
         raise SparseArgumentError(field="custom_params", got=params, allowed="a mapping")
-    options = parse_options(settings, params)
+    # A request for an embedding has no such field.
+    options = parse_options(settings, params, bool(getattr(tokenized, "custom_logit_processor", None)))
     refusals.require_interval(options.rectify_interval, server, owner.model_config)
     drafts = arguments.drafts_itself(server)
     if not options.lossless and not drafts:
@@ -112,7 +113,6 @@ def _require_options(
         raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
     if drafts:
         _require_exact_sampling(sampling, options)
-    # A request for an embedding has none.
     key = getattr(tokenized, "extra_key", None) or ""
     if NAMESPACE in key:
         raise SparseArgumentError(field="extra_key", got=key, allowed=f"anything without {NAMESPACE!r}")

@@ -55,7 +55,8 @@ def options_of(settings: Settings, request: Req) -> RequestOptions:
     """Return what a ``Req`` asks for, read when it is first needed."""
     options = getattr(request, OPTIONS_ATTRIBUTE, None)
     if options is None:
-        options = parse_options(settings, request.sampling_params.custom_params)
+        processor = bool(request.custom_logit_processor)
+        options = parse_options(settings, request.sampling_params.custom_params, processor)
         setattr(request, OPTIONS_ATTRIBUTE, options)
     return options
 

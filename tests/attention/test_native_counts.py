@@ -40,7 +40,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def batch_of(mode: ForwardMode, lengths: list[int] | None, held: list[int], forced: list[int] | None = None) -> Any:
     params = SimpleNamespace(custom_params={"forced_tokens": forced} if forced else None)
-    requests = [SimpleNamespace(origin_input_ids=[1] * (n - 1), output_ids=[2], sampling_params=params) for n in held]
+    request = {"output_ids": [2], "sampling_params": params, "custom_logit_processor": None}
+    requests = [SimpleNamespace(origin_input_ids=[1] * (n - 1), **request) for n in held]
     found = None if lengths is None else torch.tensor(lengths)
     return SimpleNamespace(forward_mode=mode, reqs=requests, seq_lens_cpu=found)
 

@@ -99,3 +99,31 @@ def test_a_namespace_has_what_differs_from_the_server_alone() -> None:
         held = prefill_of_namespace(settings, namespaced(tenant, asked))
         assert asked.prefill is not None and held is not None and held.config == asked.prefill.config
         assert held.config.model_dump()["theta"] == theta and not held.config.exact_prefix
+
+
+def test_options_in_a_mapping_leave_other_names_alone() -> None:
+    foreign = {"window_size": 90, "ngram_size": 3, "active_ration": 7, "min_seq_len": 1}
+    mapping = {"active_ratio": 0.5, "rectify_interval": 0, "forced_tokens": [4], "lossless": False}
+    flat = parse_options(RESA, mapping)
+    assert parse_options(RESA, {"sparse": mapping}) == flat
+    assert parse_options(RESA, {**foreign, "sparse": mapping}, processor=True) == flat
+    assert not parse_options(RESA, {**foreign, "sparse": False}, processor=True).sparse
+    # With a processor the flat names are its own.
+    for params in ({**foreign, **mapping}, {**foreign, **mapping, "sparse": True}, {**foreign, "sparse": {}}):
+        assert parse_options(RESA, params, processor=True) == parse_options(RESA, {})
+
+
+@pytest.mark.parametrize("processor", [False, True])
+def test_a_mapping_has_known_options_only(processor: bool) -> None:
+    for name, value in {"ngram_size": 3, "window_size": 90, "min_seq_len": 1, "sparse": False}.items():
+        with refused(name, value) as caught:
+            parse_options(RESA, {"sparse": {"active_ratio": 0.5, name: value}}, processor)
+        assert "sparse" not in caught.value.allowed and "active_ratio" in caught.value.allowed
+    with refused("active_ratio", 7):
+        parse_options(RESA, {"sparse": {"active_ratio": 7}}, processor)
+
+
+def test_a_flat_option_next_to_a_mapping_is_refused() -> None:
+    for name in ("topk", "rectify_interval", "forced_tokens", "lossless"):
+        with refused(name, 7):
+            parse_options(RESA, {"sparse": {"active_ratio": 0.5}, name: 7, "thinking_budget": 3})

@@ -82,6 +82,7 @@ def make_request(row: int, prompt: int = TOKENS, params: dict[str, Any] | None =
         origin_input_ids=[0] * prompt,
         kv=ReqKvInfo(req_pool_idx=row),
         sampling_params=SimpleNamespace(custom_params=params),
+        custom_logit_processor=None,
     )
     setattr(request, ATTRIBUTE, RequestState(parse_options(SETTINGS, params), RectifyCounts()))
     return request

@@ -26,8 +26,12 @@ SPARSE = {"active_ratio": 0.1, "min_pages": 4, "min_seq_len": 0, "crossover_toke
 
 
 def request(**options: object) -> SimpleNamespace:
-    kv = SimpleNamespace(retraction_backup=None)
-    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=options), finished=lambda: True, kv=kv)
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params=options),
+        custom_logit_processor=None,
+        finished=lambda: True,
+        kv=SimpleNamespace(retraction_backup=None),
+    )
 
 
 def follow(

@@ -107,7 +107,9 @@ def test_a_checkpoint_has_the_token_behind_its_last_group(monkeypatch, prompt: i
     """And that is one of the prompt: SGLang inserts the prompt's own key, too, which must not be a shorter one."""
     monkeypatch.setattr(prefill_chunks, "current_settings", lambda: SETTINGS)
     monkeypatch.setattr(prefill_chunks, "keys_pairs", lambda: True)
-    request: Any = SimpleNamespace(origin_input_ids=range(prompt), sampling_params=SimpleNamespace(custom_params=None))
+    request: Any = SimpleNamespace(
+        origin_input_ids=range(prompt), sampling_params=SimpleNamespace(custom_params=None), custom_logit_processor=None
+    )
     stub: Any = SimpleNamespace(tree_core=SimpleNamespace(is_eagle=True))
     found: list[int] = []
     stub.checkpoint = MethodType(lambda _, __, *, up_to: found.append(up_to), stub)

@@ -10,7 +10,10 @@ import pytest
 import torch
 from forked_server import ForkedServer
 from google.protobuf.struct_pb2 import Struct
-from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.custom_logit_processor import (
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+)
 from smg_grpc_proto import sglang_scheduler_pb2 as messages
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as services
 
@@ -62,7 +65,7 @@ def test_options_are_validated_behind_the_tokenizers(tmp_path: Path, expected: l
         response = server.client.post("/generate", json=request)
         assert response.status_code == 400 and "extra_key: got 'sglang_sparse:x'" in response.text
         # It cannot do without what it names.
-        params = {"max_new_tokens": 2, "custom_params": {"token_ids": [5], "active_ratio": 1.5}}
+        params = {"max_new_tokens": 2, "custom_params": {"token_ids": [5], "sparse": {"active_ratio": 1.5}}}
         request = {"input_ids": PROMPT, "sampling_params": params}
         request["custom_logit_processor"] = DisallowedTokensLogitsProcessor.to_str()
         response = server.client.post("/generate", json=request)
@@ -74,6 +77,26 @@ def test_options_are_validated_behind_the_tokenizers(tmp_path: Path, expected: l
         body = {"messages": [{"role": "user", "content": "ba"}], "custom_params": {"rectify_interval": -1}}
         response = server.client.post("/v1/chat/completions", json={"model": "default", **body})
         assert response.status_code == 400 and "rectify_interval" in response.text
+
+
+def test_a_custom_logit_processor_has_its_params(tmp_path: Path, expected: list[dict[str, Any]]) -> None:
+    own = {"ngram_size": 3, "window_size": 90}
+
+    def answer(server: ServerProcess, **options: Any) -> list[int]:
+        params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, "custom_params": {**own, **options}}
+        processor = DeepseekOCRNoRepeatNGramLogitProcessor.to_str()
+        # Of two pages, all of which are attended to.
+        found = server.generate(input_ids=[9] * 6, sampling_params=params, custom_logit_processor=processor)
+        return found["output_ids"]
+
+    with ForkedServer(MODEL, *FLAGS[: FLAGS.index("--sparse-method")], log_path=tmp_path / "dense") as server:
+        dense = answer(server)
+        assert dense != answer(server, ngram_size=0)
+    with ForkedServer(MODEL, *FLAGS, log_path=tmp_path / "sparse") as server:
+        assert answer(server) == answer(server, sparse=False) == dense
+        assert answer(server, active_ratio=7, sparse={"rectify_interval": 0}) == dense
+        assert answer(server, sparse={"forced_tokens": [7, 8, 9] * 8}) == [7, 8, 9] * 8
+        assert ask(server, sparse={"theta": 0.5})["output_ids"] == expected[0]["output_ids"]
 
 
 class GrpcServer(ForkedServer):
@@ -108,6 +131,7 @@ def test_grpc_alone(tmp_path: Path, expected: list[dict[str, Any]]) -> None:
         assert server.ask("dense", sparse=False) == expected[1]["output_ids"]
         # Its messages have one type of numbers, a float.
         assert server.ask("as the config says", rectify_interval=16) == expected[0]["output_ids"]
+        assert server.ask("in a mapping", sparse={"rectify_interval": 16}) == expected[0]["output_ids"]
         with pytest.raises(grpc.RpcError, match=r"INVALID_ARGUMENT[\s\S]*active_ratio: got 1.5"):
             server.ask("bad", active_ratio=1.5)
         assert server.ask("forced", forced_tokens=[7, 8, 9] * 8) == [7, 8, 9] * 8
