@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import (
@@ -20,11 +21,39 @@ from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import refusals
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from fastapi import Request
+    from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+def carry_options(
+    original: Callable[..., AsyncIterator[dict[str, object]]],
+    manager: TokenizerManager,
+    obj: GenerateReqInput,
+    request: Request | None = None,
+) -> AsyncIterator[dict[str, object]]:
+    """Around ``TokenizerManager.generate_request``: add the ``custom_params`` of the HTTP body to what it generates by.
+
+    Only some of SGLang's entries do so; the others, such as ``/v1/responses``, would drop them.
+    """
+    # FastAPI has read it. Long prompts are not parsed twice unless they come with options.
+    body = getattr(request, "_body", b"")
+    # A request for an embedding has no processor.
+    if b'"custom_params"' in body and hasattr(obj, "custom_logit_processor") and settings_of(manager.server_args):
+        given = json.loads(body).get("custom_params")
+        if given is not None:
+            obj.sampling_params = _with_params(obj.sampling_params or {}, given)
+    return original(manager, obj, request)
+
+
+def _with_params(sampling: Any, given: object) -> Any:
+    if isinstance(sampling, list):
+        return [_with_params(each, given) for each in sampling]
+    own = sampling.get("custom_params") or {}
+    return {**sampling, "custom_params": {**given, **own} if isinstance(given, dict) else given}
 
 
 def refuse_bad_options(

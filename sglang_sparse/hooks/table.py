@@ -91,6 +91,14 @@ HOOKS = (
         "decide which rows run sparse, and track how much of each request's KV is exact",
     ),
     Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "self, obj, request=None",
+        "AROUND",
+        "hooks.requests:carry_options",
+        "keep custom_params of requests whose HTTP entry would drop them, such as /v1/responses",
+        process="main",
+    ),
+    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None",
         "AROUND",

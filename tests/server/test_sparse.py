@@ -156,6 +156,43 @@ def test_a_bad_request_leaves_the_server_unharmed(server) -> None:
     assert answer.usage.completion_tokens > 0
 
 
+MESSAGES = {"messages": [{"role": "user", "content": "ba"}], "max_tokens": 6}
+# Requests for six tokens or more; some of SGLang's classes of them have no custom_params.
+ENTRIES: dict[str, dict[str, Any]] = {
+    "/generate": {"text": ["ba", "bo"], "sampling_params": {"max_new_tokens": 6}},
+    "/v1/completions": {"prompt": "ba", "max_tokens": 6},
+    "/v1/chat/completions": MESSAGES,
+    "/v1/responses": {"input": "ba", "max_output_tokens": 16},
+    "/v1/messages": MESSAGES,
+    "/invocations": MESSAGES,
+    "/vertex_generate": {"instances": [{"text": "ba"}], "parameters": {"sampling_params": {"max_new_tokens": 6}}},
+    "/api/chat": {"messages": MESSAGES["messages"], "options": {"num_predict": 6}, "stream": False},
+    "/api/generate": {"prompt": "ba", "options": {"num_predict": 6}, "stream": False},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_takes_options(server: ServerProcess, entry: str) -> None:
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    tokens = [300, 301, 302, 303, 304, 305]
+    text = server.client.post("/detokenize", json={"model": model, "tokens": tokens}).json()["text"]
+    body = {"model": model, **ENTRIES[entry], "custom_params": {"forced_tokens": tokens}}
+    response = server.client.post(entry, json=body)
+    assert response.status_code == 200 and text in json.dumps(response.json(), ensure_ascii=False)
+    for given in ({"active_ratio": 7}, {"sparse": {"active_ratio": 7}}, [7]):
+        # The server ends the connection after an error that SGLang does not handle.
+        response = server.client.post(entry, json={**body, "custom_params": given}, headers={"Connection": "close"})
+        # SGLang's entries of Ollama's form have no other status for a bad parameter.
+        assert response.status_code == (500 if entry.startswith("/api") else 400)
+    assert server.client.post(entry, json={**body, "custom_params": None}).status_code == 200
+
+
+def test_scores_take_options(server: ServerProcess) -> None:
+    body = {"query": "ba", "items": ["bo", "bi"], "label_token_ids": [5, 6], "model": "default"}
+    for given, status in ((None, 200), ({"sparse": False}, 200), ({"active_ratio": 7}, 400)):
+        assert server.client.post("/v1/score", json={**body, "custom_params": given}).status_code == status
+
+
 def test_forced_retraction_with_mixed_chunks_and_without_overlap(serve, checkpoint, prompts) -> None:
     flags = ("--chunked-prefill-size", "512", "--enable-mixed-chunk", "--disable-overlap-schedule")
     with serve(checkpoint, *flags, config={**TENTH, "rectify_interval": 0}, env=RETRACT) as server:
