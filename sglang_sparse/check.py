@@ -57,11 +57,17 @@ def _verdicts(arguments: list[str]) -> str:
         reasons = []
         try:
             prepare([*arguments, *method.flag.split()]).resolve_once()
-        except ValueError as error:
-            reasons.append(str(error).removeprefix(method.flag).lstrip(": "))
+        except Exception as error:
+            reasons.append(_reason(error).removeprefix(method.flag).lstrip(": "))
         verdict = "no" if reasons else "yes"
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
     return table(["with", "accepted here", "why not"], rows)
+
+
+def _reason(error: Exception) -> str:
+    """Return the message of a refusal on one line, and of another error of SGLang its kind, too."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"SGLang ends with {type(error).__name__}: {text}"
 
 
 def _judge(arguments: list[str]) -> None:
@@ -75,7 +81,11 @@ def _judge(arguments: list[str]) -> None:
         print(f"these arguments start no server: {server_arguments.SPARSE_SELF} needs --sparse-method")
         print(f"\n{_verdicts(arguments)}")
         return
-    server_args = cast("Arguments", prepare_server_args(arguments))
+    try:
+        server_args = cast("Arguments", prepare_server_args(arguments))
+    except Exception as error:
+        print(f"these arguments start no server: {_reason(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
     flags = {
         f"--sparse-method {server_args.sparse_method}": server_args.sparse_method and server_args.sparse_config,
         f"--sparse-prefill-method {server_args.sparse_prefill_method}": server_args.sparse_prefill_config,

@@ -52,6 +52,17 @@ def _sinks(model_config: ModelConfig) -> bool:
     return bool(model_config.has_attention_sinks)
 
 
+def _dual_chunk(model: ModelConfig) -> bool:
+    return bool(getattr(model.hf_text_config, "dual_chunk_attention_config", None))
+
+
+# As the recipe of Qwen2.5-7B-1M has it.
+_DUAL_CHUNK = (
+    "SGLang has no kernels for it; up to the length of its training, without sparse_attention_config.json in its "
+    """folder: --json-model-override-args '{"dual_chunk_attention_config": null, "max_position_embeddings": 262144}'"""
+)
+
+
 def _repeated_layers(model: ModelConfig) -> bool:
     return model.num_attention_layers != model.num_hidden_layers
 
@@ -71,6 +82,7 @@ MODEL_LIMITS = (
         lambda m: m.is_hybrid_swa or _windowed(m),
         "its windowed layers free the pages that a selection could name",
     ),
+    ModelLimit("model with dual chunk attention", _dual_chunk, _DUAL_CHUNK),
     ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
     ModelLimit(
         "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True

@@ -256,6 +256,7 @@ MODELS = {
     "multimodal model": ("multimodal",),
     "hybrid SSM or linear-attention model": ("hybrid_ssm",),
     "sliding-window model": ("sliding_window", "hybrid_swa"),
+    "model with dual chunk attention": ("dual_chunk",),
     "chunked local attention model": ("local_attention",),
     "model with its own sparse attention": ("own_sparse_attention",),
     "model with several attentions a layer": ("several_attentions",),

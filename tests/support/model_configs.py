@@ -117,6 +117,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "num_key_value_heads": 8,
     },
+    "dual_chunk": {
+        **_SIZES,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 1010000,
+        "dual_chunk_attention_config": {
+            "chunk_size": 262144,
+            "local_size": 8192,
+            "original_max_position_embeddings": 262144,
+        },
+    },
     "own_sparse_attention": {
         **_SIZES,
         "architectures": ["DeepseekV32ForCausalLM"],

@@ -22,7 +22,7 @@ from sglang_sparse.hooks import limits, model_limits, refusals
 from sglang_sparse.methods import registry, support
 from sglang_sparse.methods.dsa import decode
 from sglang_sparse.methods.support import KINDS
-from sglang_sparse.tools import doc_tables, dry_run, support_matrix
+from sglang_sparse.tools import doc_tables, dry_run, recipes, support_matrix
 from sglang_sparse.tools.doc_tables import PARTS
 from sglang_sparse.tools.support_matrix import FLAGS, UNRECTIFIED, Method, Place
 
@@ -248,6 +248,25 @@ def test_arguments_without_a_method_are_put_to_each(tmp_path: Path, capsys: pyte
     assert "| `--sparse-method dsa` | no | does not fit Qwen3ForCausalLM: dsa needs a model with a trained" in said
     assert "| `--sparse-prefill-method anchor` | yes |" in said
     assert said.count("| yes |") + said.count("| no |") == len(METHODS)
+
+
+def test_a_model_with_dual_chunk_attention_is_told_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--model-path", write_config(tmp_path, "dual_chunk")]
+    assert check.main(asked) == 0
+    said = capsys.readouterr().out
+    override = str(recipes.load("qwen2.5-7b-1m").flags["json-model-override-args"])
+    assert said.count(override) == len(METHODS) and said.count("| no |") == len(METHODS)
+    asked += ["--json-model-override-args", override]
+    assert check.main([*asked, "--sparse-method", "resa"]) == 0
+    # SGLang fails where it finds the checkpoint's table for its own dual chunk attention.
+    (tmp_path / "sparse_attention_config.json").write_text('{"0": {}}')
+    assert check.main(asked) == 0
+    assert capsys.readouterr().out.count("| no | SGLang ends with TypeError: 'NoneType' object") == len(METHODS)
+    with pytest.raises(SystemExit):
+        check.main([*asked, "--sparse-method", "resa"])
+    assert capsys.readouterr().err.endswith("does not support item assignment\n")
 
 
 def test_documents_are_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
