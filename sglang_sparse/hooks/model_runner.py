@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from sglang_sparse.scheduler.fa3_packing import divider_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 
 def wrap_attention_backend(
@@ -82,3 +85,28 @@ def hook_method(original: Callable[[ModelRunner], None], runner: ModelRunner) ->
     if found:
         refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)
     require_layers(settings, runner.model, runner.model_config)
+
+
+def refuse_other_weights(
+    original: Callable[[SchedulerWeightUpdaterManager, UpdateWeightFromDiskReqInput], UpdateWeightFromDiskReqOutput],
+    updater: SchedulerWeightUpdaterManager,
+    update: UpdateWeightFromDiskReqInput,
+) -> UpdateWeightFromDiskReqOutput:
+    """Around ``update_weights_from_disk`` of a scheduler: judge new weights as those of the start were judged.
+
+    Returns:
+        SGLang's answer; one without success, which is HTTP status 400, if they do not fit the methods.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    runner = updater.tp_worker.model_runner
+    settings = hooked_settings_of(runner.server_args)
+    if settings is not None:
+        model = copy.copy(runner.model_config)
+        model.model_path = update.model_path
+        # A method that comes along has the calibration of the decode method.
+        prefill = None if settings.comes_along else settings.prefill
+        reason = settings.decode.refuse_weights(model) or (prefill and prefill.refuse_weights(model))
+        if reason:
+            return UpdateWeightFromDiskReqOutput(success=False, message=f"{settings.flag}: {reason}")
+    return original(updater, update)

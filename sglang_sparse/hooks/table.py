@@ -287,6 +287,13 @@ HOOKS = (
         ),
     ),
     Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        "self, recv_req",
+        "AROUND",
+        "hooks.model_runner:refuse_other_weights",
+        "refuse an update to weights that the calibration was not made on, or that have no indexer",
+    ),
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",
         "self",
         "AFTER",

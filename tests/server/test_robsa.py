@@ -1,9 +1,11 @@
 """RoBSA on MLA: everything selected equals dense, and SGLang's features hold while only the heaviest blocks are."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rope_calibrations import calibration
 from server_requests import (
@@ -132,6 +134,24 @@ def test_two_ranks_of_other_pages(serve, config, alone, mixed, scope) -> None:
         assert (greedy(ranks, mixed[-4:], at_once=4) == alone[-4:]) is (scope == "global")
         assert 0 < sparse_state(ranks)["active_fraction"] < 0.8
         assert_nothing_leaked(ranks)
+
+
+def test_weights_that_the_calibration_is_not_of_are_refused(server, mixed, alone, tmp_path) -> None:
+    def update(model: Path) -> httpx.Response:
+        return server.client.post("/update_weights_from_disk", json={"model_path": str(model.resolve())})
+
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    # The last bytes of the last tensor.
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    response = update(other)
+    assert response.status_code == 400 and "the calibration was made on other weights" in response.json()["message"]
+    assert update(MODEL).status_code == 200
+    assert greedy(server, mixed[-1:]) == alone[-1:]
+    assert update(tmp_path / "none").status_code == 400
+    assert greedy(server, mixed[-1:]) == alone[-1:]
 
 
 def test_an_abort_leaks_nothing(server, mixed) -> None:
