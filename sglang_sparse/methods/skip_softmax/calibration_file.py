@@ -181,7 +181,8 @@ def _factors(
 
 def _scale_factor(table: Mapping[str, object], origin: str) -> Mapping[str, object]:
     # TensorRT-LLM's guide shows the table itself instead of its only group.
-    groups = table.get("config_groups", {"only": {"algorithm": "skip_softmax", **table}} if table else {})
+    plain = {"algorithm": "skip_softmax", **table} if "threshold_scale_factor" in table else table
+    groups = table.get("config_groups", {"only": plain} if table else {})
     names = (("algorithm", "skip_softmax"), ("sparse_algo", "softmax_skip"))
     found = [
         group
@@ -189,9 +190,10 @@ def _scale_factor(table: Mapping[str, object], origin: str) -> Mapping[str, obje
         if isinstance(group, dict) and any(group.get(key) == name for key, name in names)
     ]
     if len(found) != 1:
+        number = len(found) or (f"a {TABLE} of another method" if groups else 0)
         raise SparseArgumentError(
             f"target_sparsity: needs one {TABLE} for skip_softmax, as NVIDIA Model Optimizer leaves it in config.json; "
-            f"{origin} has {len(found)}",
+            f"{origin} has {number}",
             field=TABLE,
             got=groups,
             allowed=f"calibration_file, made by {CALIBRATE}, or threshold_scale_factor",
