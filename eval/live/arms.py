@@ -210,7 +210,10 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
     with contextlib.suppress(json.JSONDecodeError):
         # The lengths asked for are meant to be decoded sparse, unless the config says otherwise. Not so prefill: its
         # thresholds may be calibrated from the crossover on alone.
-        config = json.dumps({"dense_fallback": "never", **json.loads(config)})
+        given = json.loads(config)
+        config = json.dumps(
+            given if given.keys() & {"min_seq_len", "crossover_tokens"} else {"dense_fallback": "never", **given}
+        )
     sparse = sparse_flags(argparse.Namespace(**{**vars(args), "sparse_config": config}))
     args.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ Differences from the paper:
 - A group sees the block before it, without which a number that crosses its edge was read wrong.
 - A part of a group that chunks cut finds keys with the queries up to its own last one. If these are few, some of the
   group before help.
-- Positions below ``crossover_tokens`` are dense.
+- Positions below ``crossover_tokens``, up to the end of a group, and the first group are dense.
 - The ``dense_tail`` of a prompt is dense: the mean query of a block would hide a short question, and so the keys that
   it needs.
 """
@@ -132,9 +132,11 @@ class Anchor(PrefillMethod):
 
     def warnings(self) -> tuple[str, ...]:
         """A threshold that nobody chose for the model may leave nothing out, and then costs time."""
+        said = super().warnings()
         if "theta" in self.config.model_fields_set:
-            return ()
+            return said
         return (
+            *said,
             "anchor runs with its usual theta, which nobody chose for this model: it may leave nothing out, and then "
             "prefill takes longer than dense; python -m sglang_sparse.calibrate --method anchor --model-path MODEL "
             "--out anchor.json finds one for --sparse-prefill-config anchor.json",

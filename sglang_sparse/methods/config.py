@@ -94,6 +94,11 @@ class SparseConfig(BaseModel):
     @classmethod
     def _never_means_no_limits(cls, data: object) -> object:
         if isinstance(data, dict) and data.get("dense_fallback") == "never":
+            for name in cls.limits:
+                # Configs that are written in full have 0 here.
+                if (got := data.get(name)) not in (None, 0, "auto"):
+                    message = f"{name}: got {got!r} together with dense_fallback: never, which makes it 0"
+                    raise SparseArgumentError(message, field=name, got=got, allowed="one of them")
             return {**data, **dict.fromkeys(cls.limits, 0)}
         return data
 

@@ -200,7 +200,11 @@ class PrefillMethod(ABC):
 
     def warnings(self) -> tuple[str, ...]:
         """What to tell the user at start of a config as it was given."""
-        return ()
+        asked = self.config.crossover_tokens
+        if asked in ("auto", self.dense_below) or self.config.dense_fallback == "never":
+            return ()
+        groups = f"sparse prefill begins at the end of a group of {self.group_tokens}"
+        return (f"crossover_tokens: got {asked}, and prompt tokens below {self.dense_below} run dense: {groups}",)
 
     @abstractmethod
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:

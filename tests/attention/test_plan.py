@@ -44,8 +44,9 @@ def test_rows_run_as_their_requests_asked() -> None:
     assert plan.covered.tolist() == [False, False, True, False]
 
 
-def test_never_overrides_the_limits() -> None:
-    config = build("resa", {"dense_fallback": "never", "min_seq_len": 5000}).config
+@pytest.mark.parametrize("given", [{}, {"min_seq_len": 0, "crossover_tokens": 0}, {"crossover_tokens": "auto"}])
+def test_never_leaves_no_limits(given: dict[str, object]) -> None:
+    config = build("resa", {"dense_fallback": "never", **given}).config
     assert (config.min_seq_len, config.crossover_tokens) == (0, 0)
 
 

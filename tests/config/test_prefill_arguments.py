@@ -57,6 +57,14 @@ def test_a_threshold_that_nobody_chose_is_warned_of(
     assert sum("which nobody chose for this model" in line for line in caplog.messages) == times
 
 
+def test_a_position_that_is_no_end_of_a_group_is_warned_of() -> None:
+    for asked, begins in ((0, 2048), (2049, 4096), (2048, None), ("auto", None)):
+        prefill = config.build(None, {}, "anchor", {"theta": 12.0, "crossover_tokens": asked}).prefill
+        assert prefill is not None
+        said = [f"got {asked}, and prompt tokens below {begins} run dense" in text for text in prefill.warnings()]
+        assert said == ([True] if begins else [])
+
+
 @pytest.mark.parametrize("decode", [{}, {"sparse_method": "resa", "sparse_config": '{"rectify_interval": 0}'}])
 def test_mixed_chunk_with_any_decode_that_does_not_rectify(qwen3: str, decode: dict[str, str]) -> None:
     args = resolve(qwen3, **PREFILL, **decode, chunked_prefill_size=2048, enable_mixed_chunk=True)

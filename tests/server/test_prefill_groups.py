@@ -10,7 +10,7 @@ pytestmark = pytest.mark.long
 
 GROUP = 16 * 128
 # Leaves out some of the keys before a group, not all.
-SPARSE = {"theta": 0.5, "crossover_tokens": GROUP, "dense_fallback": "never", "check_exactness": True}
+SPARSE = {"theta": 0.5, "dense_fallback": "never", "check_exactness": True}
 PAST = (1, 130, 3000)
 
 
