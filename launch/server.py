@@ -75,7 +75,8 @@ class ServerProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
-        self.command += ["--port", str(self.port), *args]
+        # Readiness is asked for five times a second.
+        self.command += ["--uvicorn-access-log-exclude-prefixes", "/health", "--port", str(self.port), *args]
         self.log_path = Path(log_path)
         # SGLang leaves its sockets behind.
         self.scratch = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -68,6 +71,28 @@ def _reason(error: Exception) -> str:
     """Return the message of a refusal on one line, and of another error of SGLang its kind, too."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"SGLang ends with {type(error).__name__}: {text}"
+
+
+@contextmanager
+def _each_message_once() -> Iterator[None]:
+    """Log each message once: the same arguments are judged for every method."""
+    said: set[str] = set()
+    make = logging.getLogRecordFactory()
+
+    def make_once(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        text = record.getMessage()
+        if text in said:
+            # Below the level of any handler. A filter would go with its handler: SGLang replaces them.
+            record.levelno = -1
+        said.add(text)
+        return record
+
+    logging.setLogRecordFactory(make_once)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 def _judge(arguments: list[str]) -> None:
@@ -130,7 +155,8 @@ def main(arguments: list[str]) -> int:
             for path in asked.rglob("*.md") if asked.is_dir() else [asked]:
                 path.write_text(doc_tables.fill(path.read_text()))
     else:
-        _judge(arguments)
+        with _each_message_once():
+            _judge(arguments)
     return 0
 
 

@@ -144,6 +144,11 @@ def test_abort_frees_everything(server, prompts) -> None:
     assert_nothing_leaked(server)
 
 
+def test_the_log_leaves_out_questions_for_readiness(server) -> None:
+    assert server.client.get("/health").status_code == server.client.get("/model_info").status_code == 200
+    assert "GET /model_info" in server.log() and "GET /health" not in server.log()
+
+
 def test_a_bad_request_leaves_the_server_unharmed(server) -> None:
     client = server.openai()
     messages = [{"role": "user", "content": "bado cedi"}]

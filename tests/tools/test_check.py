@@ -242,12 +242,13 @@ def test_a_server_that_decodes_losslessly_is_judged(tmp_path: Path, capsys: pyte
 def test_arguments_without_a_method_are_put_to_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path, "qwen3")
     assert check.main(["--model-path", model, "--enable-mixed-chunk"]) == 0
-    said = capsys.readouterr().out
+    said, logged = capsys.readouterr()
     assert said.startswith("these arguments start a dense server")
     assert "| `--sparse-method resa` | no | cannot rectify with mixed chunk" in said
     assert "| `--sparse-method dsa` | no | does not fit Qwen3ForCausalLM: dsa needs a model with a trained" in said
     assert "| `--sparse-prefill-method anchor` | yes |" in said
     assert said.count("| yes |") + said.count("| no |") == len(METHODS)
+    assert logged.count("serving on the CPU in plain PyTorch") == 1
 
 
 def test_a_model_with_dual_chunk_attention_is_told_the_way_out(
