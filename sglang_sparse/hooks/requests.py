@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncIterator, Callable
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import (
@@ -22,6 +25,7 @@ from sglang_sparse.hooks import refusals
 
 if TYPE_CHECKING:
     from fastapi import Request
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
@@ -104,6 +108,8 @@ def admit(
         request = original(scheduler, received, *args, **{**kwargs, "extra_key": None})
         request.sampling_params = copy.copy(request.sampling_params)
         request.sampling_params.custom_params = request.custom_logit_processor = None
+        request.sampling_params.stop_token_ids = request.input_embeds = None
+        request.logprob.top_logprobs_num = 0
         received.return_logprob, received.logprob_start_len = False, -1
         request.set_finish_with_abort(str(error))
         return request
@@ -136,7 +142,11 @@ def _require_options(
     if not options.lossless and not drafts:
         allowed = f"true on this server; --speculative-algorithm {arguments.SPARSE_SELF} has it draft"
         raise SparseArgumentError(field=LOSSLESS, got=False, allowed=allowed)
-    _require_forced(options.forced_tokens, server.speculative_algorithm, owner.model_config.vocab_size)
+    if options.forced_tokens and server.speculative_algorithm:
+        where = f"with --speculative-algorithm {server.speculative_algorithm}"
+        raise SparseArgumentError(field=FORCED_TOKENS, got=options.forced_tokens[:8], allowed="none", where=where)
+    _require_vocabulary(tokenized, options, owner.model_config.vocab_size)
+    _require_embeddings(tokenized, owner.model_config)
     width = sampling.beam_width or 1
     if width > 1 and not (settings.passes_through and not options.forced_tokens):
         raise SparseArgumentError(field="beam_width", got=width, allowed="1", where="on this server")
@@ -148,12 +158,40 @@ def _require_options(
     return options
 
 
-def _require_forced(tokens: tuple[int, ...], drafter: str | None, vocabulary: int) -> None:
-    if tokens and drafter:
-        where = f"with --speculative-algorithm {drafter}"
-        raise SparseArgumentError(field=FORCED_TOKENS, got=tokens[:8], allowed="none", where=where)
-    if tokens and max(tokens) >= vocabulary:
-        raise SparseArgumentError(field=FORCED_TOKENS, got=max(tokens), allowed=f"ids below {vocabulary}")
+def _require_vocabulary(tokenized: TokenizedGenerateReqInput, options: RequestOptions, vocabulary: int) -> None:
+    """Refuse token ids and counts beyond the vocabulary, which would end SGLang's scheduler."""
+    sampling = tokenized.sampling_params
+    given: dict[str, Iterable[int] | None] = {
+        "input_ids": tokenized.input_ids,
+        # SGLang indexes by them for min_new_tokens alone.
+        "stop_token_ids": sampling.stop_token_ids if sampling.min_new_tokens else None,
+        FORCED_TOKENS: options.forced_tokens,
+    }
+    for field, tokens in given.items():
+        # A prompt is an array of up to a million, and this runs in the scheduler.
+        ids = np.asarray(tokens if isinstance(tokens, array) else list(tokens or ()))
+        beyond = ids[(ids < 0) | (ids >= vocabulary)]
+        if len(beyond):
+            raise SparseArgumentError(field=field, got=int(beyond[0]), allowed=f"ids from 0 to {vocabulary - 1}")
+    # A request for an embedding has none.
+    number = getattr(tokenized, "top_logprobs_num", 0)
+    if number > vocabulary:
+        raise SparseArgumentError(field="top_logprobs_num", got=number, allowed=f"up to {vocabulary}")
+
+
+def _require_embeddings(tokenized: TokenizedGenerateReqInput, model: ModelConfig) -> None:
+    """Refuse embeddings of prompts that SGLang's scheduler cannot compute with: it makes them bfloat16."""
+    rows = getattr(tokenized, "input_embeds", None)
+    if rows is None:
+        return
+    if str(model.dtype) != "torch.bfloat16":
+        where = f"with a model in {str(model.dtype).removeprefix('torch.')}"
+        hint = "start the server with --dtype bfloat16"
+        raise SparseArgumentError(field="input_embeds", got=f"{len(rows)} rows", allowed="none", where=where, hint=hint)
+    widths = {len(row) for row in rows}
+    if widths != {model.hidden_size}:
+        got = f"rows of {', '.join(map(str, sorted(widths)))} numbers"
+        raise SparseArgumentError(field="input_embeds", got=got, allowed=f"rows of {model.hidden_size}")
 
 
 # What of a request's sampling parameters changes with each token, and the value that changes nothing.

@@ -1,6 +1,8 @@
 """Hooks of a server that leaves DSA to SGLang: they call what they hook, and only report."""
 
 import logging
+from array import array
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +116,31 @@ def test_it_says_once_that_sglangs_backend_runs(
     assert caplog.text.count("sglang_sparse: method dsa: SGLang runs DSA unchanged") == runs
 
 
+@pytest.mark.parametrize(
+    ("fields", "field", "got"),
+    [
+        ({"input_ids": array("q", [5, 100, 7])}, "input_ids", 100),
+        ({"input_ids": [5, -1]}, "input_ids", -1),
+        ({"top_logprobs_num": 101}, "top_logprobs_num", 101),
+        ({"stop_token_ids": {3, 100}, "min_new_tokens": 1}, "stop_token_ids", 100),
+        ({"input_embeds": [[0.5] * 8, [0.5] * 7]}, "input_embeds", "rows of 7, 8 numbers"),
+        ({"input_embeds": [[0.5] * 8], "dtype": "torch.float16"}, "input_embeds", "1 rows"),
+        ({"input_embeds": [[0.5] * 8]}, "", None),
+        ({"stop_token_ids": {100}, "top_logprobs_num": 100, "input_ids": array("q", [0, 99])}, "", None),
+    ],
+)
+def test_requests_that_would_end_the_scheduler_are_refused(fields: dict[str, Any], field: str, got: object) -> None:
+    model = SimpleNamespace(vocab_size=100, hidden_size=8, dtype=fields.pop("dtype", "torch.bfloat16"))
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(**vars(SERVER), speculative_algorithm=None), model_config=model
+    )
+    of_sampling = {name: fields.pop(name) for name in ("stop_token_ids", "min_new_tokens") if name in fields}
+    sampling = {"custom_params": None, "beam_width": 1, "stop_token_ids": None, "min_new_tokens": 0} | of_sampling
+    tokenized = SimpleNamespace(**({"input_ids": None} | fields), sampling_params=SimpleNamespace(**sampling))
+    with refused(field, got) if field else nullcontext():
+        requests.refuse_bad_options(lambda *_: tokenized, manager, None)
+
+
 @pytest.mark.parametrize("implementation", ["native", "portable"])
 @pytest.mark.parametrize("forced", [[], [5]])
 def test_beams_are_served_unless_tokens_are_forced(
@@ -122,8 +149,10 @@ def test_beams_are_served_unless_tokens_are_forced(
     args = SimpleNamespace(**{**vars(SERVER), "sparse_config": f'{{"implementation": "{implementation}"}}'})
     args.speculative_algorithm = None
     manager = SimpleNamespace(server_args=args, model_config=SimpleNamespace(vocab_size=100))
-    sampling = SimpleNamespace(beam_width=2, custom_params={"forced_tokens": forced})
-    tokenized = SimpleNamespace(sampling_params=sampling, extra_key=None)
+    sampling = SimpleNamespace(
+        beam_width=2, custom_params={"forced_tokens": forced}, min_new_tokens=0, stop_token_ids=None
+    )
+    tokenized = SimpleNamespace(sampling_params=sampling, extra_key=None, input_ids=[5])
     if implementation == "native" and not forced:
         assert requests.refuse_bad_options(lambda *_: tokenized, manager, None) is tokenized
         return

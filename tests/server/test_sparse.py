@@ -144,6 +144,13 @@ def test_abort_frees_everything(server, prompts) -> None:
     assert_nothing_leaked(server)
 
 
+def test_embeddings_are_refused_in_float32(serve, checkpoint) -> None:
+    with serve(checkpoint, "--disable-radix-cache", config=TENTH) as server:
+        body = {"input_embeds": [[0.1] * 64] * 5, "sampling_params": {"max_new_tokens": 2}}
+        response = server.client.post("/generate", json=body)
+        assert response.status_code == 400 and "allowed with a model in float32: none" in response.text
+
+
 def test_the_log_leaves_out_questions_for_readiness(server) -> None:
     assert server.client.get("/health").status_code == server.client.get("/model_info").status_code == 200
     assert "GET /model_info" in server.log() and "GET /health" not in server.log()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,21 @@ PROMPT = list(range(5, 400))
 WAYS: dict[str, tuple[type[ServerProcess], tuple[str, ...], dict[str, str]]] = {
     "tokenizer workers": (ServerProcess, ("--tokenizer-worker-num", "2"), {}),
     "the Rust server": (ForkedServer, (), {"SGLANG_RUST_SERVER": "1"}),
+}
+
+# Requests that would end SGLang's scheduler, with the field that is named.
+ENDING = {
+    '{"input_ids": [5, 4096]}': "input_ids",
+    '{"input_ids": [5, -1]}': "input_ids",
+    '{"return_logprob": true, "top_logprobs_num": 4097}': "top_logprobs_num",
+    '{"top_logprobs_num": 4097}': "top_logprobs_num",
+    '{"sampling_params": {"stop_token_ids": [4098], "min_new_tokens": 4}}': "stop_token_ids",
+}
+LOGPROBS = {
+    "input_ids": PROMPT,
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+    "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
 }
 
 
@@ -64,6 +80,13 @@ def test_options_are_validated_behind_the_tokenizers(tmp_path: Path, expected: l
         request = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "extra_key": "sglang_sparse:x"}
         response = server.client.post("/generate", json=request)
         assert response.status_code == 400 and "extra_key: got 'sglang_sparse:x'" in response.text
+        # Next to others, whose batch an aborted request may join.
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(lambda: server.generate(**LOGPROBS))
+            for fields, named in ENDING.items():
+                response = server.client.post("/generate", json={"input_ids": PROMPT, **json.loads(fields)})
+                assert response.status_code == 400 and named in response.text
+            assert len(beside.result()["output_ids"]) == 200
         # It cannot do without what it names.
         params = {"max_new_tokens": 2, "custom_params": {"token_ids": [5], "sparse": {"active_ratio": 1.5}}}
         request = {"input_ids": PROMPT, "sampling_params": params}
