@@ -6,7 +6,7 @@ import copy
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,21 +43,17 @@ def carry_options(
 
     Only some of SGLang's entries do so; the others, such as ``/v1/responses``, would drop them.
     """
-    # FastAPI has read it. Long prompts are not parsed twice unless they come with options.
+    sampling = obj.sampling_params or {}
+    each = sampling if isinstance(sampling, list) else [sampling]
+    # FastAPI has read it. Long prompts are not parsed twice, unless they come with options that were dropped.
     body = getattr(request, "_body", b"")
+    dropped = b'"custom_params"' in body and not any(one.get("custom_params") for one in each)
     # A request for an embedding has no processor.
-    if b'"custom_params"' in body and hasattr(obj, "custom_logit_processor") and settings_of(manager.server_args):
+    if dropped and hasattr(obj, "custom_logit_processor") and settings_of(manager.server_args):
         given = json.loads(body).get("custom_params")
-        if given is not None:
-            obj.sampling_params = _with_params(obj.sampling_params or {}, given)
+        carried = [{**one, "custom_params": given} for one in each]
+        obj.sampling_params = carried if isinstance(sampling, list) else carried[0]
     return original(manager, obj, request)
-
-
-def _with_params(sampling: Any, given: object) -> Any:
-    if isinstance(sampling, list):
-        return [_with_params(each, given) for each in sampling]
-    own = sampling.get("custom_params") or {}
-    return {**sampling, "custom_params": {**given, **own} if isinstance(given, dict) else given}
 
 
 def refuse_bad_options(
