@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
         sparse: False for dense attention.
         lossless: False accepts all drafts, on a server that verifies them (``--speculative-algorithm SPARSE_SELF``).
         active_ratio: fraction of its pages that a decode step attends to (resa).
+        token_budget: tokens of a row that a decode step attends to at most (resa).
         rectify_interval: generated tokens between dense rectifications; 0 for never.
         theta1: share of the attention mass that a decode step's blocks have (robsa).
         topk: blocks that a decode step attends to (rocketkv).
@@ -53,6 +54,7 @@ class Options(TypedDict, total=False):
     sparse: bool | None
     lossless: bool | None
     active_ratio: float | None
+    token_budget: int | None
     rectify_interval: int | None
     theta1: float | None
     topk: int | None
@@ -90,6 +92,7 @@ FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "sparse": _BOOL,
     "lossless": _BOOL,
     "active_ratio": _NUMBER,
+    "token_budget": _INTEGER,
     "rectify_interval": _INTEGER,
     "theta1": _NUMBER,
     "topk": _INTEGER,

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from sglang_sparse.attention.batch import allocate_view
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
 from sglang_sparse.methods.base import ModelShape
@@ -31,6 +33,7 @@ def naive(config: Any, keys: torch.Tensor, query: torch.Tensor) -> list[set[int]
     """Logical pages for each KV head; ``keys`` is ``[tokens, kv_heads, dim]`` in the order of positions."""
     pages, local = keys.split(PAGE), config.local_pages
     count = min(len(pages), max(config.min_pages, math.ceil(round(len(pages) * config.active_ratio, 9))))
+    count = min(count, (config.token_budget or math.inf) // PAGE)
     chosen = []
     for head in range(KV_HEADS):
         voters = query.view(KV_HEADS, GROUP, DIM)[head]
@@ -47,6 +50,8 @@ def naive(config: Any, keys: torch.Tensor, query: torch.Tensor) -> list[set[int]
     [
         {"min_pages": 2},
         {"min_pages": 3, "local_pages": 3, "active_ratio": 0.25},
+        {"min_pages": 3, "token_budget": 5 * PAGE + 3},
+        {"min_pages": 3, "token_budget": 5 * PAGE, "active_ratio": 0.1},
         {"min_pages": 3, "summary": "minmax", "group": "mean_query"},
         {"min_pages": 3, "summary": "minmax"},
         {"min_pages": 3, "centroids": 3, "group": "mean_query"},
@@ -103,3 +108,21 @@ def test_a_config_of_the_time_before_centroids_means_what_it_did(
 ) -> None:
     config: Any = build("resa", fields).config
     assert (config.summary, config.group) == (summary, group)
+
+
+def test_a_budget_in_tokens() -> None:
+    pages = torch.tensor([3, 40, 8000], dtype=torch.int32)
+    for fields, count in (
+        ({"token_budget": 2048}, [16, 40, 128]),
+        ({"token_budget": 2048, "active_ratio": 0.01}, [16, 16, 80]),
+        ({"token_budget": 256}, [16, 16, 16]),
+    ):
+        settings = build("resa", fields)
+        # As a scheduler reads it, with all fields.
+        assert build("resa", settings.resolved).config == settings.config
+        assert settings.method.n_select(pages).tolist() == count
+    options = parse_options(build("resa", {}), {"token_budget": 512, "active_ratio": 1})
+    assert options.decode.methods[0].n_select(pages).tolist() == [16, 32, 32]
+    with refused("token_budget", 255) as caught:
+        build("resa", {"token_budget": 255})
+    assert "at least min_pages * page_size (256)" in str(caught.value)
