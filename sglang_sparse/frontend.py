@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
         sparse: False for dense attention.
         lossless: False accepts all drafts, on a server that verifies them (``--speculative-algorithm SPARSE_SELF``).
         active_ratio: fraction of its pages that a decode step attends to (resa).
-        token_budget: tokens of a row that a decode step attends to at most (resa).
+        token_budget: tokens of a row that a decode step attends to, instead of a share (resa).
         rectify_interval: generated tokens between dense rectifications; 0 for never.
         theta1: share of the attention mass that a decode step's blocks have (robsa).
         topk: blocks that a decode step attends to (rocketkv).

@@ -194,9 +194,11 @@ def _config_with(config: C, overrides: Overrides) -> C:
     overrides = tuple(one for one in overrides if one[0] in config.request_fields)
     if not overrides:
         return config
-    integers = {name for name, field in type(config).model_fields.items() if field.annotation is int}
+    own = type(config).model_fields
+    integers = {name for name, field in own.items() if field.annotation in (int, int | None)}
     asked = {name: _whole(value) if name in integers else value for name, _, value in overrides}
-    fields = config.model_dump() | asked
+    replaced = {other: own[other].default for name in asked if (other := config.replaces.get(name))}
+    fields = config.model_dump() | replaced | asked
     if fields.get("rectify_interval") == 0 and "rectify_on_finish" in fields:
         fields["rectify_on_finish"] = False
     try:

@@ -227,6 +227,17 @@ def hooked_settings_of(server_args: object) -> Settings | None:
     return None if settings is None or settings.passes_through else settings
 
 
+def current_settings() -> Settings | None:
+    """Return the settings of this process's server; None where it is dense, or where there is none."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        server_args = get_server_args()
+    except ValueError:
+        return None
+    return hooked_settings_of(server_args)
+
+
 # The last record that was read after its resolution, and its settings.
 _LAST: list[tuple[object, Settings | None]] = [(None, None)]
 

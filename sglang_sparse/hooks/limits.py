@@ -57,6 +57,15 @@ def _attends_apart(args: Arguments) -> object | None:
     return args.enable_dp_attention or _above_one("attn_dp_size")(args)
 
 
+def _decodes_apart(args: Arguments) -> bool:
+    return args.disaggregation_mode == "decode"
+
+
+def _without_tree(args: Arguments) -> str | None:
+    """A decode server without the flag that keeps its prefix cache."""
+    return "decode" if _decodes_apart(args) and not args.disaggregation_decode_enable_radix_cache else None
+
+
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
@@ -156,16 +165,26 @@ FLAG_LIMITS = (
 
 # Of servers of a disaggregated pair.
 DISAGGREGATION_LIMITS = (
-    FlagLimit("speculative decoding", lambda args: args.speculative_algorithm, "drafts of a pair are not proven yet"),
-    FlagLimit("data-parallel attention", _attends_apart, "not proven yet"),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), "not proven yet"),
+    FlagLimit(
+        "--speculative-algorithm",
+        lambda args: args.speculative_algorithm,
+        "drafts of a pair are not proven yet; leave it out",
+    ),
+    FlagLimit("data-parallel attention", _attends_apart, "not proven yet; leave out --enable-dp-attention"),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), "not proven yet; allowed: --pp-size 1"),
+    FlagLimit(
+        "hierarchical cache",
+        lambda args: (_decodes_apart(args) and args.enable_hierarchical_cache) or None,
+        "what comes back from host memory is not summarised there; leave out --enable-hierarchical-cache on the decode "
+        "server",
+    ),
     FlagLimit(
         "offloaded KV", _set("disaggregation_decode_enable_offload_kvcache"), "it stores approximate KV for others"
     ),
     FlagLimit(
         "KV received in host memory",
         lambda args: None if (share := args.disaggregation_decode_host_receive_threshold) == 1 else share,
-        "it is loaded while the first decode step begins",
+        "it is loaded while the first decode step begins; leave out --disaggregation-decode-host-receive-threshold",
     ),
 )
 
@@ -212,8 +231,19 @@ VERIFY_LIMITS = (
     ),
 )
 
+# The second one has SGLang process a step's results between the gather and the next step.
+_NO_GATHER = ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP")
 RECTIFY_LIMITS = (
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), "a rectifying step has two passes, a stage hands on one"),
+    FlagLimit(
+        "data-parallel attention whose ranks do not gather before a step",
+        lambda args: _attends_apart(args) and _environment(*_NO_GATHER)(args),
+        "ranks rectify together; unset the variable",
+    ),
+    FlagLimit(
+        "data-parallel attention with pipeline parallelism",
+        lambda args: _attends_apart(args) and _above_one("pp_size")(args),
+        "not proven yet",
+    ),
     FlagLimit("lossless decoding", _lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
@@ -224,10 +254,17 @@ RECTIFY_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
+_TREE_OF_A_PAIR = FlagLimit(
+    "--disaggregation-mode",
+    _without_tree,
+    "there is no prefix cache; allowed with --disaggregation-decode-enable-radix-cache",
+)
 # Of servers with "rectify_on_finish".
 FINISH_LIMITS = (
+    _TREE_OF_A_PAIR,
     FlagLimit("--disable-radix-cache", _set("disable_radix_cache"), "nobody shares what it makes exact"),
     FlagLimit("data-parallel attention", _attends_apart, "its passes run behind a step, where ranks do not meet"),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), "its passes run behind a step, where stages do not meet"),
 )
 
 # Of SGLang's arguments of speculative decoding, what lossless decoding reads or refuses by name.
@@ -283,6 +320,7 @@ DRAFT_LIMITS = (
 
 # Of servers with "check_exactness".
 CHECK_LIMITS = (
+    _TREE_OF_A_PAIR,
     FlagLimit("--disable-radix-cache", _set("disable_radix_cache"), "it has nothing to prove"),
     FlagLimit(
         "storage behind the hierarchical cache",
@@ -339,7 +377,8 @@ PREFILL_LIMITS = (
     FlagLimit(
         "a prefix cache on the decode server",
         _set("disaggregation_decode_enable_radix_cache"),
-        "prompts that part within a group would share some of it there",
+        "prompts that part within a group would share some of it there; leave out "
+        "--disaggregation-decode-enable-radix-cache",
     ),
     FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
 )

@@ -49,7 +49,9 @@ def wrap_attention_backend(
     wrapped = SparseAttentionBackend(backend, runner, settings)
     buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
     args = arguments.of(runner.server_args)
-    wrapped.divide = divider_of(args.get_attention_backends()[0], model, buffers.overflow.device)
+    if (args.pp_size or 1) == 1:
+        # Stages that had other numbers of heads or multiprocessors would divide a step otherwise.
+        wrapped.divide = divider_of(args.get_attention_backends()[0], model, buffers.overflow.device)
     if arguments.drafts_itself(args):
         wrapped.counters.drafts = DraftCounts()
     for path in wrapped.keeps:
@@ -103,6 +105,8 @@ def refuse_other_weights(
     settings = hooked_settings_of(runner.server_args)
     if settings is not None:
         model = copy.copy(runner.model_config)
+        # The revision was that of the first weights' repository.
+        model.revision = model.revision if update.model_path == model.model_path else None
         model.model_path = update.model_path
         # A method that comes along has the calibration of the decode method.
         prefill = None if settings.comes_along else settings.prefill

@@ -147,29 +147,29 @@ HOOKS = (
             "disable_overlap_schedule, offload_tags, draft_require_mlp_tp_gather=None, dwdp=False, sync_wait_carry=None"
         ),
         "AROUND",
-        "scheduler.rank_agreement:plan_ahead",
-        "data-parallel attention: plan which rows this rank rectifies before the ranks tell each other",
+        "scheduler.joint_pass:plan_first",
+        "data-parallel attention: plan which rows this rank rectifies before all ranks gather their sizes",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor",
         "self, device, dtype=torch.int64",
         "AFTER",
-        "scheduler.rank_agreement:tell",
-        "data-parallel attention: tell the other ranks how many tokens and rows that are",
+        "scheduler.joint_pass:append_plan",
+        "data-parallel attention: gather how many tokens and rows each rank rectifies",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
         "self, device, dtype=torch.int64",
         "AFTER",
-        "scheduler.rank_agreement:tell_nothing",
-        "the same for a rank that is not there",
+        "scheduler.joint_pass:append_zeros",
+        "the same for a rank that is missing",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.dp_attn._update_gather_batch",
         ("batch, mlp_sync_info, require_mlp_tp_gather, draft_require_mlp_tp_gather=None, skip_global_metadata=False"),
         "AFTER",
-        "scheduler.rank_agreement:agree",
-        "data-parallel attention: leave on the batch what all ranks rectify",
+        "scheduler.joint_pass:attach",
+        "data-parallel attention: attach the joint dense pass to the batch",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
@@ -260,7 +260,7 @@ HOOKS = (
         "self, req",
         "AROUND",
         "scheduler.sessions:keep_exact",
-        "streaming sessions: keep only exact KV for the next turn, which match_prefix lets go on behind it",
+        "streaming sessions: keep only exact KV for the next turn",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
@@ -291,7 +291,10 @@ HOOKS = (
         "self, recv_req",
         "AROUND",
         "hooks.model_runner:refuse_other_weights",
-        "refuse an update to weights that the calibration was not made on, or that have no indexer",
+        (
+            "refuse an update to weights that the calibration was not made on, or, with this project's kernels of DSA, "
+            "that have no indexer"
+        ),
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",

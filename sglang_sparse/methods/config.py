@@ -51,6 +51,8 @@ class SparseConfig(BaseModel):
     """
 
     request_fields: ClassVar[tuple[str, ...]] = ()
+    # Fields that take the place of one another: the other of each.
+    replaces: ClassVar[Mapping[str, str]] = {}
     phase_fields: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[tuple[str, ...]] = ("crossover_tokens",)
 

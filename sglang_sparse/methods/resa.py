@@ -13,6 +13,7 @@ and nothing else would ensure that the words before it are attended to. Answers 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -40,14 +41,14 @@ class ResaConfig(RectifyConfig):
     """Configuration of ``--sparse-method resa``."""
 
     request_fields: ClassVar[tuple[str, ...]] = ("active_ratio", "token_budget", *RectifyConfig.request_fields)
+    replaces: ClassVar[Mapping[str, str]] = {"active_ratio": "token_budget", "token_budget": "active_ratio"}
 
     active_ratio: float = Field(0.1, gt=0, le=1, description="Share of a row's pages that a decode step attends to.")
     min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
     token_budget: int | None = Field(
         None,
         ge=1,
-        description="Attend to at most this many tokens of a row, in whole pages. Alone it replaces active_ratio; "
-        "where both are given, the smaller count wins.",
+        description="Attend to this many tokens of a row instead of active_ratio's share, in whole pages.",
     )
     local_pages: int = Field(2, ge=1, description="Newest pages that are always attended to; at most min_pages.")
     summary: Literal["minmax", "centroids"] = Field(
@@ -77,8 +78,6 @@ class ResaConfig(RectifyConfig):
         if isinstance(data, dict):
             if data.get("min_pages") == 1:
                 data = {"local_pages": 1, **data}
-            if data.get("token_budget") is not None:
-                data = {"active_ratio": 1.0, **data}
             # A dtype is of bounds, which with the mean query were the default once: an old config stays what it was.
             if data.get("summary_dtype", "auto") != "auto" and "summary" not in data:
                 data = {"summary": "minmax", "group": "mean_query", **data}
@@ -87,8 +86,12 @@ class ResaConfig(RectifyConfig):
     @field_validator("token_budget")
     @classmethod
     def _budget_holds_the_least(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value < (least := info.data.get("min_pages", 0) * info.data.get("page_size", 0)):
+        if value is None:
+            return value
+        if value < (least := info.data.get("min_pages", 0) * info.data.get("page_size", 0)):
             raise ValueError(f"must be at least min_pages * page_size ({least})")
+        if (ratio := info.data.get("active_ratio")) != cls.model_fields["active_ratio"].default:
+            raise ValueError(f"takes the place of active_ratio, which is {ratio:g}: leave one of them out")
         return value
 
     @field_validator("local_pages")
@@ -150,10 +153,10 @@ class Resa(DecodeMethod):
         return (AuxSpec(SUMMARY, (heads, size), torch.uint8, update_page_centroids),)
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
-        """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2), up to the budget."""
-        found = _count(n_pages, self.config.active_ratio).clamp_min(self.config.min_pages)
-        budget = self.config.token_budget
-        return found if budget is None else found.clamp_max(budget // self.config.page_size)
+        """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2), or the budget."""
+        if (budget := self.config.token_budget) is not None:
+            return torch.full_like(n_pages, budget // self.config.page_size)
+        return _count(n_pages, self.config.active_ratio).clamp_min(self.config.min_pages)
 
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""

@@ -46,7 +46,8 @@ WINDOW_LIMITS = (
     FlagLimit(
         "a prefix cache on the decode server",
         lambda args: args.disaggregation_decode_enable_radix_cache or None,
-        "the last tokens of a prompt are encoded again there, in pages that others would share",
+        "the last tokens of a prompt are encoded again there, in pages that others would share; leave out "
+        "--disaggregation-decode-enable-radix-cache",
     ),
 )
 

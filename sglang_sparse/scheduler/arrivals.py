@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_sparse.attention.protocols import Req, ScheduleBatch
+from sglang_sparse.config.settings import current_settings
 from sglang_sparse.scheduler.request_fields import pool_row, prefix_len
 from sglang_sparse.scheduler.request_state import RequestState
 
@@ -41,9 +42,13 @@ def noted(request: Req) -> Iterator[None]:
 
 
 def note_transferred(_: None, batch: ScheduleBatch) -> None:
-    """After ``ScheduleBatch.prepare_for_prebuilt``: note what another server has computed, or this one taken back."""
-    for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-        setattr(request, ATTRIBUTE, (prefix_len(request), length))
+    """After ``ScheduleBatch.prepare_for_prebuilt``: note what another server has computed, or this one taken back.
+
+    A prefix of this server's tree as well: who brought it there may have ended before its first decode step.
+    """
+    if current_settings() is not None:
+        for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+            setattr(request, ATTRIBUTE, (0, length))
 
 
 def expected(request: Req) -> bool:

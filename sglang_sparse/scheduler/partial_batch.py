@@ -14,7 +14,8 @@ from sglang_sparse.scheduler.request_fields import pool_row
 from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
-    from sglang_sparse.scheduler.rectification import Rectification
+    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+    from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
 # The attribute of a batch whose pass runs dense, whatever its requests are.
 DENSE_PASS = "dense_pass"
@@ -22,8 +23,9 @@ DENSE_PASS = "dense_pass"
 BOUNDED = "bounded_lengths"
 # That of a draft behind the first one of its round.
 LATER = "later_draft"
-# The attribute of a batch with what the ranks have agreed on for its step.
-AGREED = "sglang_sparse_agreed"
+# The attribute of a batch that all ranks of data-parallel attention have gathered: this rank's Rectification, or the
+# JointPass of others, or None.
+STEP = "sglang_sparse_step"
 
 
 @dataclass(frozen=True)
@@ -47,27 +49,68 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """The dense pass of a step that several ranks run together, see ``rank_agreement``.
+class JointPass:
+    """The dense pass of a step that all ranks of data-parallel attention run together, see ``joint_pass``.
 
     Attributes:
-        batch: this rank's, of that step.
-        plan: what of it is rectified; None for nothing.
-        tokens: tokens of the pass, by rank; of this rank alone where the ranks gather nothing.
-        rows: its rows, likewise.
+        tokens: its tokens, by rank.
+        rows: its rows, by rank.
     """
 
-    batch: ScheduleBatch
-    plan: Rectification | None
     tokens: list[int]
     rows: list[int]
 
-    def stamp(self, view: ScheduleBatch) -> ScheduleBatch:
-        """Give a batch of the dense pass the sizes that the ranks have in it; returns the batch."""
+    def set_sizes(self, view: ScheduleBatch) -> ScheduleBatch:
+        """Give a batch of this pass the sizes of all ranks; returns the batch."""
         graphs = dict.fromkeys(("can_run_decode_cuda_graph", "can_run_dp_prefill_cuda_graph"), False)
         sizes = {"global_num_tokens": self.tokens, "global_num_tokens_for_logprob": self.rows}
         vars(view).update(is_extend_in_batch=True, **sizes, **graphs)
         return view
+
+
+class Outputs:
+    """The outputs of a step's passes, which become one: logits in the order of rows, or what stages hand on.
+
+    Args:
+        rows: rows of the step.
+    """
+
+    def __init__(self, rows: int):
+        self._rows = rows
+        self._logits: torch.Tensor | None = None
+        self._handed: list[PPProxyTensors] = []
+        self._output: ModelRunnerOutput | None = None
+
+    def add(self, rows: Sequence[int], output: ModelRunnerOutput) -> None:
+        """Add the output of a pass over ``rows``; one without any is idle."""
+        from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+        if not rows:
+            return
+        self._output, found = output, output.logits_output
+        if isinstance(found, PPProxyTensors):
+            self._handed.append(found)
+            return
+        logits = found.next_token_logits
+        assert logits is not None
+        if self._logits is None:
+            self._logits = logits.new_empty(self._rows, logits.shape[1])
+        # Copied out at once: a graph's output is overwritten by its next replay.
+        self._logits.index_copy_(0, to_device(rows, torch.int64, logits.device), logits)
+
+    def joined(self) -> ModelRunnerOutput:
+        """Return SGLang's output of the last pass, with those of all."""
+        output = self._output
+        assert output is not None
+        if self._handed:
+            first = self._handed[0]
+            output.logits_output = type(first)(
+                {name: torch.cat([part.tensors[name] for part in self._handed]) for name in first.tensors}
+            )
+        else:
+            vars(output.logits_output)["next_token_logits"] = self._logits
+        output.can_run_graph = False
+        return output
 
 
 def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tensor | None = None) -> ScheduleBatch:

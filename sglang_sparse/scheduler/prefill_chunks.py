@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.protocols import ForwardBatch, PrefillAdder, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import hooked_settings_of
+from sglang_sparse.config.settings import current_settings
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
 from sglang_sparse.scheduler import arrivals
 from sglang_sparse.scheduler.compaction import room_for_a_copy
@@ -31,20 +31,8 @@ from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
-    from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.groups import PrefillGroups
     from sglang_sparse.scheduler.request_state import RequestState
-
-
-def current_settings() -> Settings | None:
-    """Return the settings of this process's server; None where it is dense, or where there is none."""
-    from sglang.srt.runtime_context import get_server_args
-
-    try:
-        server_args = get_server_args()
-    except ValueError:
-        return None
-    return hooked_settings_of(server_args)
 
 
 def keys_pairs() -> bool:

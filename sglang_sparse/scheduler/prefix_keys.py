@@ -23,9 +23,9 @@ import torch
 
 from sglang_sparse.attention.protocols import RadixKey, RadixTree
 from sglang_sparse.config.request_options import prefill_of_namespace
+from sglang_sparse.config.settings import current_settings
 from sglang_sparse.scheduler import inserted_keys, sessions
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError
-from sglang_sparse.scheduler.prefill_chunks import current_settings
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.groups import PrefillGroups
@@ -98,7 +98,7 @@ def mark_lookup(original: Callable[..., object], tree: RadixTree, params: Any) -
 
     SGLang may look up every waiting request in each scheduling step, so each request keeps its marked tokens.
     """
-    if sessions.goes_on(tree, params):
+    if sessions.continues_session(tree, params):
         return original(tree, params)
     key = tree_key(tree, params.key, getattr(params.req, ATTRIBUTE, None))
     if key is not params.key:

@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sglang_sparse.attention.protocols import ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
+from sglang_sparse.attention.protocols import ModelRunner, ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler import prompt_windows
-from sglang_sparse.scheduler.partial_batch import AGREED, Agreed, Span, decode_view, extend_view, idle_view
+from sglang_sparse.scheduler.partial_batch import STEP, JointPass, Outputs, Span, decode_view, extend_view, idle_view
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
 from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 
     from sglang_sparse.attention.counters import RectifyCounts
     from sglang_sparse.config.settings import Settings
@@ -84,7 +84,7 @@ class Rectification:
         spans: what is re-encoded of each of them.
         late: steps that each of them waited beyond its interval.
         parts: which of them, as indices of ``due``, share a pass.
-        agreed: what other ranks do meanwhile, where they have batches of their own.
+        joint: the pass that other ranks of data-parallel attention run along.
     """
 
     outer_batch: ScheduleBatch
@@ -92,7 +92,7 @@ class Rectification:
     spans: list[Span]
     late: list[int]
     parts: list[list[int]]
-    agreed: Agreed | None = None
+    joint: JointPass | None = None
 
     @property
     def rest(self) -> list[int]:
@@ -139,18 +139,32 @@ def run_step(
     settings = hooked_settings_of(worker.server_args)
     if settings is None or worker.is_draft_worker or batch is None:
         return original(worker, batch, *args, **kwargs)
-    backend, agreed = worker.model_runner.attn_backend, getattr(batch, AGREED, None)
-    most = pass_tokens(worker.server_args)
-    if batch.forward_mode.is_decode():
+    runner, most = worker.model_runner, pass_tokens(worker.server_args)
+    backend, step = runner.attn_backend, getattr(batch, STEP, None)
+    if isinstance(step, JointPass):
+        _run_along(runner, batch, step)
+    elif hasattr(batch, STEP):
+        backend.rectifying = step
+    elif batch.forward_mode.is_decode():
         together = settings.rectify.rectify_max_batch if settings.rectify else 1
         for spans in grouped(prompt_windows.arrived(settings, batch), together, most):
-            _encode(worker.model_runner, batch, spans)
-        backend.rectifying = agreed.plan if agreed else plan_step(settings, batch, most, backend.divide)
-    backend.rectifying = backend.rectifying or agreed
+            _encode(runner, extend_view(batch, spans))
+        backend.rectifying = plan_step(settings, batch, most, backend.divide)
     try:
         return original(worker, batch, *args, **kwargs)
     finally:
         backend.rectifying = None
+
+
+def _run_along(runner: ModelRunner, batch: ScheduleBatch, joint: JointPass) -> None:
+    """Run an idle pass while other ranks rectify, before what this rank prepares for its own pass.
+
+    Where no rank has rows left behind it, the joint pass is the step.
+    """
+    if any(vars(batch)["global_num_tokens"]):
+        _encode(runner, joint.set_sizes(idle_view(batch)))
+    else:
+        joint.set_sizes(batch)
 
 
 def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: object, **kwargs: object) -> Any:
@@ -167,54 +181,43 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     backend.begin(forward_batch)
     step = backend.rectifying
 
-    def run(view: ScheduleBatch) -> Any:
+    def run(view: ScheduleBatch, **handed: object) -> Any:
         inner = _forward_batch(view, runner, forward_batch.capture_hidden_mode)
         backend.begin(inner)
         # An event of the pass before says nothing of what this one reads, which may publish none.
         runner.shared_read_done_event = None
-        return original(runner, inner, *args, **kwargs)
+        return original(runner, inner, *args, **{**kwargs, **handed})
 
     # Whatever runs a forward within these passes must not be split again.
     backend.rectifying = None
-    if isinstance(step, Agreed):
-        run(step.stamp(idle_view(step.batch)))
-        backend.begin(forward_batch)
-        runner.shared_read_done_event = None
     if not isinstance(step, Rectification):
         return original(runner, forward_batch, *args, **kwargs)
     counts = backend.counters.rectify
     counts.second_passes += bool(step.rest)
     _count(counts, step.spans, step.late)
-    logits = output = None
+    handed = cast("PPProxyTensors | None", kwargs.get("pp_proxy_tensors"))
+    outputs, first = Outputs(len(step.outer_batch.reqs)), 0
     for rows, view in _views(step):
-        ran = run(view)
-        if not rows:
-            continue
-        output = ran
-        if view.forward_mode.is_extend() and not step.agreed and view.seq_lens.is_cuda and not output.can_run_graph:
+        last = first + len(view.input_ids)
+        ran = run(view, **({"pp_proxy_tensors": handed[first:last]} if handed else {}))
+        first = last
+        if view.forward_mode.is_extend() and not step.joint and view.seq_lens.is_cuda and not ran.can_run_graph:
             _warn_eager()
-        found = output.logits_output.next_token_logits
-        if logits is None:
-            logits = found.new_empty(len(step.outer_batch.reqs), found.shape[1])
-        # Copied out at once: a graph's output is overwritten by its next replay.
-        logits.index_copy_(0, to_device(rows, torch.int64, found.device), found)
-    assert output is not None
-    output.logits_output.next_token_logits = logits
-    output.can_run_graph = False
-    return output
+        outputs.add(rows, ran)
+    return outputs.joined()
 
 
 def _views(step: Rectification) -> Iterator[tuple[list[int], ScheduleBatch]]:
-    """Yield the rows of each pass of a step, and its batch; ranks that agree have two passes, the second maybe idle."""
+    """Yield the rows of each pass of a step, and its batch; one without rows is for the other ranks."""
     batch = step.outer_batch
     for part in step.parts:
         due = [step.due[index] for index in part]
         newest = batch.input_ids[to_device(due, torch.int64, batch.seq_lens.device)]
         view = extend_view(batch, [step.spans[index] for index in part], newest)
-        yield due, step.agreed.stamp(view) if step.agreed else view
+        yield due, step.joint.set_sizes(view) if step.joint else view
     if step.rest:
         yield step.rest, decode_view(batch, step.rest)
-    elif step.agreed:
+    elif step.joint and any(vars(batch)["global_num_tokens"]):
         yield [], idle_view(batch)
 
 
@@ -364,15 +367,15 @@ def _launch(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> No
         if scheduler.enable_overlap:
             scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
             _keep_unsampled_logits(scheduler)
-        _encode(scheduler.tp_worker.model_runner, batch, spans)
+        _encode(scheduler.tp_worker.model_runner, extend_view(batch, spans))
     if scheduler.enable_overlap:
         # Rows of req_to_token are free for others as soon as their requests are released or preempted.
         scheduler._apply_war_barrier()
 
 
-def _encode(runner: Any, batch: ScheduleBatch, spans: list[Span]) -> None:
-    """Encode spans again, in a pass of their own from which nothing is sampled."""
-    runner.forward(_forward_batch(extend_view(batch, spans), runner))
+def _encode(runner: Any, view: ScheduleBatch) -> None:
+    """Run a pass of its own from which nothing is sampled."""
+    runner.forward(_forward_batch(view, runner))
     # Whatever it published, it may not be the last pass of its step that reads req_to_token.
     runner.shared_read_done_event = None
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.protocols import RadixTree
+from sglang_sparse.config.settings import current_settings
 from sglang_sparse.scheduler.request_state import state_of
 
 if TYPE_CHECKING:
@@ -35,13 +36,15 @@ def keep_exact(original: Callable[..., bool], tree: RadixTree, request: Req) -> 
     return True
 
 
-def goes_on(tree: RadixTree, params: MatchPrefixParams) -> bool:
+def continues_session(tree: RadixTree, params: MatchPrefixParams) -> bool:
     """Return whether a request goes on behind what its session keeps, so that nothing is looked up.
 
     A session gives up what it keeps where the request may not go on behind it: if it prefills otherwise than the turn
-    before, or must compute some of the tokens that the tree holds. SGLang asserts that no request must.
+    before, or if it has to compute tokens again that the tree holds, which SGLang would not survive.
     """
     request, session = params.req, tree.session
+    if current_settings() is None:
+        return session.will_lend_record(request)
     if request is None or request.session is None or not session.will_lend_record(request):
         return False
     name = request.session.session_id

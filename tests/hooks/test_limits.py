@@ -136,7 +136,12 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
                 "lossless decoding",
                 {"speculative_algorithm": "SPARSE_SELF", "sparse_config": {"rectify_interval": 8}},
             ),
-            on("pipeline parallelism", "pp_size", 2),
+            Trigger(
+                "data-parallel attention whose ranks do not gather before a step",
+                {"enable_dp_attention": True},
+                "SGLANG_SCHEDULER_SKIP_ALL_GATHER",
+            ),
+            Trigger("data-parallel attention with pipeline parallelism", {"pp_size": 2, "enable_dp_attention": True}),
             on("mixed chunk", "enable_mixed_chunk"),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
             on("dense layers of another parallelism", "moe_dense_tp_size", 1),
@@ -182,12 +187,18 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
     "FINISH_LIMITS": (
         {"sparse_method": "resa", "sparse_config": {"rectify_on_finish": True}},
         "--sparse-method resa: rectify_on_finish cannot run with ",
-        (on("--disable-radix-cache", "disable_radix_cache"), on("data-parallel attention", "enable_dp_attention")),
+        (
+            on("--disaggregation-mode", "disaggregation_mode", "decode"),
+            on("--disable-radix-cache", "disable_radix_cache"),
+            on("data-parallel attention", "enable_dp_attention"),
+            on("pipeline parallelism", "pp_size", 2),
+        ),
     ),
     "CHECK_LIMITS": (
         {"sparse_method": "resa", "sparse_config": {"check_exactness": True, "rectify_interval": 0}},
         "--sparse-method resa: check_exactness cannot run with ",
         (
+            on("--disaggregation-mode", "disaggregation_mode", "decode"),
             on("--disable-radix-cache", "disable_radix_cache"),
             on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
             on("data-parallel attention", "enable_dp_attention"),
@@ -211,9 +222,10 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}, "disaggregation_mode": "decode"},
         "--sparse-method resa with --disaggregation-mode cannot run with ",
         (
-            on("speculative decoding", "speculative_algorithm", "EAGLE"),
+            on("--speculative-algorithm", "speculative_algorithm", "EAGLE"),
             on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
+            on("hierarchical cache", "enable_hierarchical_cache"),
             on("offloaded KV", "disaggregation_decode_enable_offload_kvcache"),
             on("KV received in host memory", "disaggregation_decode_host_receive_threshold", 0.5),
         ),

@@ -33,7 +33,7 @@ def naive(config: Any, keys: torch.Tensor, query: torch.Tensor) -> list[set[int]
     """Logical pages for each KV head; ``keys`` is ``[tokens, kv_heads, dim]`` in the order of positions."""
     pages, local = keys.split(PAGE), config.local_pages
     count = min(len(pages), max(config.min_pages, math.ceil(round(len(pages) * config.active_ratio, 9))))
-    count = min(count, (config.token_budget or math.inf) // PAGE)
+    count = min(len(pages), config.token_budget // PAGE) if config.token_budget else count
     chosen = []
     for head in range(KV_HEADS):
         voters = query.view(KV_HEADS, GROUP, DIM)[head]
@@ -51,7 +51,6 @@ def naive(config: Any, keys: torch.Tensor, query: torch.Tensor) -> list[set[int]
         {"min_pages": 2},
         {"min_pages": 3, "local_pages": 3, "active_ratio": 0.25},
         {"min_pages": 3, "token_budget": 5 * PAGE + 3},
-        {"min_pages": 3, "token_budget": 5 * PAGE, "active_ratio": 0.1},
         {"min_pages": 3, "summary": "minmax", "group": "mean_query"},
         {"min_pages": 3, "summary": "minmax"},
         {"min_pages": 3, "centroids": 3, "group": "mean_query"},
@@ -112,17 +111,21 @@ def test_a_config_of_the_time_before_centroids_means_what_it_did(
 
 def test_a_budget_in_tokens() -> None:
     pages = torch.tensor([3, 40, 8000], dtype=torch.int32)
-    for fields, count in (
-        ({"token_budget": 2048}, [16, 40, 128]),
-        ({"token_budget": 2048, "active_ratio": 0.01}, [16, 16, 80]),
-        ({"token_budget": 256}, [16, 16, 16]),
+    settings = build("resa", {"token_budget": 2050})
+    # As a scheduler reads it, with all fields.
+    assert build("resa", settings.resolved).config == settings.config
+    assert settings.method.n_select(pages).tolist() == [128] * 3
+    for fields, asked, count in (
+        ({}, {"token_budget": 512.0}, [32] * 3),
+        ({"active_ratio": 0.5}, {"token_budget": 512}, [32] * 3),
+        ({"token_budget": 2048}, {"active_ratio": 0.5}, [16, 20, 4000]),
     ):
-        settings = build("resa", fields)
-        # As a scheduler reads it, with all fields.
-        assert build("resa", settings.resolved).config == settings.config
-        assert settings.method.n_select(pages).tolist() == count
-    options = parse_options(build("resa", {}), {"token_budget": 512, "active_ratio": 1})
-    assert options.decode.methods[0].n_select(pages).tolist() == [16, 32, 32]
-    with refused("token_budget", 255) as caught:
-        build("resa", {"token_budget": 255})
-    assert "at least min_pages * page_size (256)" in str(caught.value)
+        options = parse_options(build("resa", fields), asked)
+        assert options.decode.methods[0].n_select(pages).tolist() == count
+    for fields, why in (
+        ({"token_budget": 255}, "at least min_pages * page_size (256)"),
+        ({"token_budget": 512, "active_ratio": 0.2}, "takes the place of active_ratio, which is 0.2"),
+    ):
+        with refused("token_budget", fields["token_budget"]) as caught:
+            build("resa", fields)
+        assert why in str(caught.value)

@@ -110,9 +110,8 @@ def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path
         turns.append([*turns[0], *first["output_ids"], *PROMPTS[1][:100]])
         server.flush_cache()
         expected = [first, ask(server, turns[1])]
-    with pair(serve, tmp_path, "resa", "--disaggregation-decode-enable-radix-cache") as (ask_both, decode):
+    with pair(serve, tmp_path, "resa", "--disaggregation-decode-enable-radix-cache") as (ask_both, _):
+        # What ends with its first token leaves pages in the cache that no step of its own has summarised.
+        assert ask_both(turns[0], 1)["output_ids"] == expected[0]["output_ids"][:1]
         for prompt, answer in zip(turns, expected, strict=True):
-            before = sparse_state(decode)["arrived_pages_summarised"]
             assert_same(ask_both(prompt), answer)
-            arrived = sparse_state(decode)["arrived_pages_summarised"] - before
-        assert arrived < len(turns[1]) // 16 - len(turns[0]) // 16 + 4

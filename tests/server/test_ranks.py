@@ -89,7 +89,7 @@ def test_ranks_of_attention_answer_as_one_does(serve, alone, name: str) -> None:
         assert_nothing_leaked(server)
 
 
-@pytest.mark.parametrize("name", ["resa and anchor", "robsa"])
+@pytest.mark.parametrize("name", ["resa and anchor", "robsa", "rocketkv"])
 def test_ranks_rectify_together(serve, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With one prompt at a time on each rank, as when a row is rectified depends on its neighbours."""
     monkeypatch.setitem(METHODS, name, RECTIFIED[name])
@@ -107,11 +107,31 @@ def test_ranks_rectify_together(serve, monkeypatch: pytest.MonkeyPatch, name: st
             assert_same(at(rank)[:: 1 - 2 * rank], expected)
         for state in states(server):
             assert state["rectified_tokens"] == alone["rectified_tokens"] > 0
+        server.flush_cache()
         # One rank rectifies while the other one prefills, decodes, rectifies other rows or has none.
         with ThreadPoolExecutor() as pool:
             first, second = pool.map(at, range(2))
         assert_same(first, expected)
         assert_same(second[::-1], expected)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("name", ["resa and anchor", "robsa"])
+def test_stages_rectify(serve, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) -> None:
+    """One prompt at a time, as when a row is rectified depends on its neighbours; then all, in micro-batches."""
+    monkeypatch.setitem(METHODS, name, RECTIFIED[name])
+    model = untied(model_of(name), tmp_path)
+    with started(serve, name, model=model) as server:
+        expected = [server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS]
+        (alone,) = states(server)
+    with started(serve, name, "--pp-size", "2", model=model) as server:
+        assert_same([server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS], expected)
+        (found,) = states(server)
+        assert found["rectified_tokens"] == alone["rectified_tokens"] > 0
+        together = server.generate(input_ids=PROMPTS * 2, **ASKED)
+        assert [one["output_ids"][0] for one in together] == [one["output_ids"][0] for one in expected] * 2
+        (both,) = states(server)
+        assert both["rectified_tokens"] > 2 * found["rectified_tokens"]
         assert_nothing_leaked(server)
 
 

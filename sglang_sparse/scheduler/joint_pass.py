@@ -1,0 +1,76 @@
+"""Data-parallel attention: one dense pass of all ranks in a step where any of them rectifies.
+
+Ranks of attention have batches of their own and meet in each MLP and MoE layer, so that all run the same number of
+passes, each with the same idea of how many tokens the others have. SGLang gathers one row of numbers from every rank
+before a step; two more say what a rank rectifies in it. Where any does, all run two passes: an extend pass of the due
+rows, in which ranks without any are idle, and then the step with the rows that are left, if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_sparse.attention.protocols import ModelRunner, ScheduleBatch
+from sglang_sparse.config.settings import current_settings, hooked_settings_of
+from sglang_sparse.scheduler.partial_batch import STEP, JointPass
+from sglang_sparse.scheduler.rectification import Rectification, pass_tokens, plan_step
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
+
+# This rank's plan, while SGLang gathers.
+_PLAN: list[Rectification | None] = [None]
+
+
+def plan_first(
+    original: Callable[..., ScheduleBatch | None],
+    batch: ScheduleBatch | None,
+    model_runner: ModelRunner,
+    *args: object,
+    **kwargs: object,
+) -> ScheduleBatch | None:
+    """Around ``prepare_mlp_sync_batch_raw``: plan what this rank rectifies before SGLang gathers."""
+    settings = hooked_settings_of(model_runner.server_args)
+    if settings is not None and settings.rectify and batch is not None and batch.forward_mode.is_decode():
+        _PLAN[0] = plan_step(settings, batch, pass_tokens(model_runner.server_args))
+    try:
+        return original(batch, model_runner, *args, **kwargs)
+    finally:
+        _PLAN[0] = None
+
+
+def append_plan(row: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """After ``MLPSyncBatchInfo._get_local_tensor``: append how many tokens and rows this rank rectifies."""
+    return _append(row, _PLAN[0])
+
+
+def append_zeros(row: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """After ``MLPSyncBatchInfo._get_fallback_tensor``: append the same numbers for a rank that is missing."""
+    return _append(row, None)
+
+
+def _append(row: torch.Tensor, plan: Rectification | None) -> torch.Tensor:
+    settings = current_settings()
+    if settings is None or not settings.rectify:
+        return row
+    numbers = [sum(span.tokens for span in plan.spans), len(plan.due)] if plan else [0, 0]
+    return torch.cat([row, torch.tensor(numbers, dtype=row.dtype, device=row.device)])
+
+
+def attach(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, *__: object, **___: object) -> None:
+    """After ``_update_gather_batch``: attach this rank's part of a joint pass to its batch, without the due rows."""
+    settings = current_settings()
+    if settings is None or not settings.rectify:
+        return
+    plan = _PLAN[0]
+    tokens, rows = info.tp0_info_cpu[:, -2:].T.tolist()
+    joint = JointPass(tokens, rows) if any(tokens) else None
+    if plan:
+        plan.joint = joint
+    setattr(batch, STEP, plan or joint)
+    if joint:
+        for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
+            setattr(batch, name, [count - due for count, due in zip(getattr(batch, name), rows, strict=True)])
