@@ -11,7 +11,8 @@ import torch
 
 from sglang_sparse.attention.memory import allocator_counts
 from sglang_sparse.attention.selection_counts import SelectionCounts, sum_counts
-from sglang_sparse.config.machine import gpu_name, package_versions
+from sglang_sparse.config import digest
+from sglang_sparse.config.machine import gpu_name
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.dsa.decode import Dsa
 
@@ -258,17 +259,12 @@ class Counters:
         attended, held = totals["pages_attended"], totals["pages_held"]
         names = (*PREFILL_TOTALS, *self.prefill_more_counts) if self._prefill else ()
         prefill = {name: totals.pop(f"prefill_{name}") for name in names}
+        published = digest.published(self._settings)
         fractions = [own.max_active_fraction for own in self._selections if own.max_active_fraction is not None]
         return {
             "device": gpu_name(self.device),
-            "versions": package_versions(),
-            "method": self._settings.name,
-            "config": {
-                **self._settings.config.model_dump(),
-                "crossover_tokens": self._settings.decode.crossover_tokens,
-            }
-            if self._settings.name
-            else None,
+            "digest": digest.digest(digest.fields_of(published, self._settings.config.page_size)),
+            **published,
             "sparse_layers": self.sparse_layers,
             **totals,
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
@@ -307,8 +303,7 @@ class Counters:
     def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, object]:
         causal = totals["pairs_causal"]
         return {
-            "method": self._settings.prefill_name,
-            "config": {**self._settings.prefill_resolved, "crossover_tokens": path.groups.dense_below},
+            **digest.published(self._settings).get("prefill", {}),
             "sparse_layers": len(path.layers),
             **({"parts": path.parts()} if len(path.groups.methods) > 1 else {}),
             **totals,

@@ -6,6 +6,8 @@ from functools import cache
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
+from sglang_sparse import __version__
+
 if TYPE_CHECKING:
     import torch
 
@@ -42,4 +44,6 @@ def gpu_name(device: torch.device) -> str:
 def package_versions() -> dict[str, str]:
     """Return the versions of those of `PACKAGES` that are installed."""
     installed = {found.metadata["Name"]: found.version for found in reversed([*distributions()])}
-    return {name: installed[name] for name in PACKAGES if name in installed}
+    found = {name: installed[name] for name in PACKAGES if name in installed}
+    # The metadata of an editable installation keeps the version of its first day.
+    return {**found, PACKAGES[0]: __version__}
