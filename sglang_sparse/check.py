@@ -6,6 +6,9 @@ the answers of these checks. With the arguments of a server it
 judges them as the server would: with ``--sparse-method`` or ``--sparse-prefill-method`` it prints the resolved config,
 and without either what each method says to this model and these flags.
 
+``--workers http://HOST:PORT …`` asks running servers, and says whether all answer alike or which fields of their
+configs differ.
+
 ``--sglang`` says what the installed SGLang, of whatever version, lacks or has changed of what the plugin needs.
 
 ``--markdown README.md sglang_sparse/docs`` writes the tables of documents anew, between ``<!-- check: NAME -->``
@@ -32,7 +35,7 @@ from sglang_sparse.methods import registry
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
 
-MARKDOWN = "--markdown"
+MARKDOWN, WORKERS = "--markdown", "--workers"
 PAGE = Path(__file__).parent / "docs" / "compatibility.md"
 
 
@@ -141,9 +144,16 @@ def _surface() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the tables, write them into documents, or judge SGLang or a server's arguments. Returns the exit status."""
+    """Print the tables, write them into documents, or judge SGLang, running servers or a server's arguments.
+
+    Returns the exit status.
+    """
     if arguments == ["--sglang"]:
         return _surface()
+    if arguments[:1] == [WORKERS]:
+        from sglang_sparse.tools import workers
+
+        return workers.compare(arguments[1:])
     if not arguments:
         print(f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})")
         for table in _tables():
