@@ -44,6 +44,7 @@ class Arguments:
     dsa_decode_backend: str | None
     dsa_prefill_backend: str | None
     dtype: str
+    elastic_ep_backend: str | None
     enable_dp_attention: bool
     enable_mixed_chunk: bool
     grpc_mode: bool
@@ -52,6 +53,8 @@ class Arguments:
     max_prefill_tokens: int
     max_running_requests: int | None
     model_path: str
+    nnodes: int
+    node_rank: int
     page_size: int | None
     quantization_param_path: str | None
     random_seed: int | None

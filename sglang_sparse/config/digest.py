@@ -45,7 +45,7 @@ def published(settings: Settings | None) -> Published:
     return found
 
 
-def fields_of(server: Published, page_size: int) -> dict[str, object]:
+def fields_of(server: Published, page_size: int | None) -> dict[str, object]:
     """Return the fields that decide a server's answers."""
     dense = Phase(method=None, config=None)
     found: dict[str, object] = {PACKAGE: server["versions"][PACKAGE], "--page-size": page_size}

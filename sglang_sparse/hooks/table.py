@@ -55,7 +55,7 @@ HOOKS = (
         "runner, full_attn_backend",
         "AROUND",
         "hooks.model_runner:wrap_attention_backend",
-        "wrap the dense attention backend",
+        "wrap the dense attention backend; compare the ranks of a server that has several",
     ),
     Hook(
         "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",

@@ -15,6 +15,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse.attention import cuda_graphs, kv_scales, memory
 from sglang_sparse.attention.dsa import latents, native_indexer
@@ -50,7 +51,8 @@ def test_only_native_kernels_pass_through() -> None:
 def test_nothing_is_wrapped_charged_or_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SERVER)
     dense, pool = object(), SimpleNamespace()
-    assert model_runner.wrap_attention_backend(lambda _, backend: backend, RUNNER, dense) is dense  # pyright: ignore[reportArgumentType]
+    with get_parallel().override(world_group=SimpleNamespace(world_size=1)):
+        assert model_runner.wrap_attention_backend(lambda _, backend: backend, RUNNER, dense) is dense  # pyright: ignore[reportArgumentType]
     assert memory.charge_aux_bytes(576, None, RUNNER, 4) == 576
     assert memory.charge_scratch(1000, RUNNER) == 1000
     memory.attach_aux_pools(pool, RUNNER)  # pyright: ignore[reportArgumentType]
