@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
@@ -15,10 +14,10 @@ from sglang_sparse.attention.counters import DraftCounts
 from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
 from sglang_sparse.attention.kv_scales import attend_in_the_cache
 from sglang_sparse.attention.protocols import ModelRunner
-from sglang_sparse.config import arguments, digest
-from sglang_sparse.config.settings import hooked_settings_of, settings_of
-from sglang_sparse.errors import SparseArgumentError
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.hooks import apply, refusals
+from sglang_sparse.hooks.equal_ranks import require_equal_ranks
 from sglang_sparse.hooks.layer_checks import require_layers
 from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.scheduler.compaction import Compaction
@@ -48,27 +47,8 @@ def wrap_attention_backend(
     if settings is not None:
         backend = _wrapped(backend, runner, settings)
     # Here the crossover is known, and no graph is captured yet: ranks that capture different ones wait for each other.
-    _require_equal_ranks(runner.server_args)
+    require_equal_ranks(runner.server_args)
     return backend
-
-
-def _require_equal_ranks(server_args: object) -> None:
-    """Compare what decides answers over all ranks: each node reads its own config file.
-
-    Nodes without a sparse flag take part, in case another node has one; servers of elastic ranks do not.
-    """
-    args, settings, group = arguments.of(server_args), settings_of(server_args), get_parallel().world_group
-    if group.world_size == 1 or args.elastic_ep_backend or (settings is None and args.nnodes == 1):
-        return
-    fields = digest.fields_of(digest.published(settings), args.page_size)
-    every = group.all_gather_object((args.node_rank, fields))
-    differing = digest.differences({f"rank {rank} of node {node}": one for rank, (node, one) in enumerate(every)})
-    if differing:
-        values = ", ".join(f"{field} {value}" for field, value in differing.items())
-        allowed = "the same sparse flags, config files and version of sglang_sparse on each node"
-        raise SparseArgumentError(
-            f"ranks of one server differ: got {values}", field=", ".join(differing), got=differing, allowed=allowed
-        )
 
 
 def _wrapped(backend: AttentionBackend, runner: ModelRunner, settings: Settings) -> SparseAttentionBackend:
