@@ -17,6 +17,9 @@ from typing import Any
 
 import httpx
 
+# Readiness is asked for five times a second.
+QUIET = ("--uvicorn-access-log-exclude-prefixes", "/health")
+
 
 def free_port() -> int:
     """A loopback TCP port that nobody listens on right now.
@@ -75,8 +78,7 @@ class ServerProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
-        # Readiness is asked for five times a second.
-        self.command += ["--uvicorn-access-log-exclude-prefixes", "/health", "--port", str(self.port), *args]
+        self.command += ["--port", str(self.port), *args]
         self.log_path = Path(log_path)
         # SGLang leaves its sockets behind.
         self.scratch = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
@@ -105,7 +107,7 @@ class ServerProcess:
     def _open(self) -> subprocess.Popen[bytes]:
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=self.env, start_new_session=True
+                [*self.command, *QUIET], stdout=log, stderr=subprocess.STDOUT, env=self.env, start_new_session=True
             )
 
     def _wait(self, deadline: float) -> None:

@@ -35,7 +35,7 @@ from sglang_sparse.methods import registry
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
 
-MARKDOWN, WORKERS = "--markdown", "--workers"
+MARKDOWN = "--markdown"
 PAGE = Path(__file__).parent / "docs" / "compatibility.md"
 
 
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> int:
     """
     if arguments == ["--sglang"]:
         return _surface()
-    if arguments[:1] == [WORKERS]:
+    if arguments[:1] == ["--workers"]:
         from sglang_sparse.tools import workers
 
         return workers.compare(arguments[1:])

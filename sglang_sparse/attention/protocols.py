@@ -126,6 +126,7 @@ class ScheduleBatch(Protocol):
     prefix_lens: list[int]
     extend_lens: list[int]
     decoding_reqs: list[Req] | None
+    global_num_tokens: list[int]
     batch_is_full: bool
     req_to_token_pool: ReqToTokenPool
     tree_cache: RadixTree

@@ -56,6 +56,7 @@ class Arguments:
     nnodes: int
     node_rank: int
     page_size: int | None
+    pp_size: int | None
     quantization_param_path: str | None
     random_seed: int | None
     revision: str | None

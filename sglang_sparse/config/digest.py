@@ -11,12 +11,10 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from sglang_sparse.config.machine import package_versions
+from sglang_sparse.config.machine import PACKAGE, package_versions
 
 if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
-
-PACKAGE = "sglang-sparse"
 
 
 class Phase(TypedDict):

@@ -197,7 +197,7 @@ def _rule(phase: Phase[M], name: str, spec: str, given: Mapping[str, object], sh
     if LAYERS in fields:
         message, allowed = f'{origin}: got a field "{LAYERS}"', "the layers as the name of the rule"
         raise SparseArgumentError(message, field=LAYERS, got=fields[LAYERS], allowed=allowed)
-    known = method.config_class.model_fields
+    known = {*method.config_class.model_fields} - {method.config_class.replaces.get(field) for field in fields}
     return _Rule(asked, method, {field: shared[field] for field in shared if field in known} | fields, origin)
 
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 # Packages that a measured figure depends on.
-PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+PACKAGE = "sglang-sparse"
+PACKAGES = (PACKAGE, "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # A server's GPU: whether there is one, or its compute capability; None for this machine's.
 Gpu = bool | tuple[int, int] | None
 
@@ -46,4 +47,4 @@ def package_versions() -> dict[str, str]:
     installed = {found.metadata["Name"]: found.version for found in reversed([*distributions()])}
     found = {name: installed[name] for name in PACKAGES if name in installed}
     # The metadata of an editable installation keeps the version of its first day.
-    return {**found, PACKAGES[0]: __version__}
+    return {**found, PACKAGE: __version__}

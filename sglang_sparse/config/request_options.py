@@ -198,6 +198,8 @@ def _config_with(config: C, overrides: Overrides) -> C:
     integers = {name for name, field in own.items() if field.annotation in (int, int | None)}
     asked = {name: _whole(value) if name in integers else value for name, _, value in overrides}
     replaced = {other: own[other].default for name in asked if (other := config.replaces.get(name))}
+    if both := sorted(replaced.keys() & asked.keys()):
+        raise SparseArgumentError(field=both[0], got=asked[both[0]], allowed=f"one of {', '.join(both)}")
     fields = config.model_dump() | replaced | asked
     if fields.get("rectify_interval") == 0 and "rectify_on_finish" in fields:
         fields["rectify_on_finish"] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 
 from sglang.srt.runtime_context import get_parallel
@@ -13,6 +14,7 @@ from sglang_sparse.errors import SparseArgumentError
 
 # Ranks have just loaded their weights together. What a rank compiles before it compares takes minutes at most.
 WAIT = timedelta(minutes=5)
+logger = logging.getLogger(__name__)
 
 
 def require_equal_ranks(server_args: object) -> None:
@@ -29,10 +31,15 @@ def require_equal_ranks(server_args: object) -> None:
     try:
         distributed.monitored_barrier(group.cpu_group, timeout=WAIT, wait_all_ranks=True)
     except RuntimeError as error:
+        if settings is None:
+            logger.warning("sglang_sparse: another rank does not compare its flags; this one has no sparse method")
+            return
         message = f"ranks of one server differ: got no config from another rank within {WAIT.seconds} s ({error})"
         raise SparseArgumentError(message, allowed="this plugin on each node: pip install sglang-sparse") from error
     fields = digest.fields_of(digest.published(settings), args.page_size)
     every = group.all_gather_object((args.node_rank, fields))
+    if not any(one[f"{flag}-method"] for _, one in every for flag in ("--sparse", "--sparse-prefill")):
+        return
     differing = digest.differences({f"rank {rank} of node {node}": one for rank, (node, one) in enumerate(every)})
     if differing:
         values = ", ".join(f"{field} {value}" for field, value in differing.items())

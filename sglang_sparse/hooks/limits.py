@@ -231,7 +231,7 @@ VERIFY_LIMITS = (
     ),
 )
 
-# The second one has SGLang process a step's results between the gather and the next step.
+# With the second one a row that this rank has planned to rectify may be gone when the step is launched.
 _NO_GATHER = ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP")
 RECTIFY_LIMITS = (
     FlagLimit(
@@ -242,7 +242,7 @@ RECTIFY_LIMITS = (
     FlagLimit(
         "data-parallel attention with pipeline parallelism",
         lambda args: _attends_apart(args) and _above_one("pp_size")(args),
-        "not proven yet",
+        "not proven yet; allowed: --pp-size 1",
     ),
     FlagLimit("lossless decoding", _lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),

@@ -61,8 +61,8 @@ def _wrapped(backend: AttentionBackend, runner: ModelRunner, settings: Settings)
     wrapped = SparseAttentionBackend(backend, runner, settings)
     buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
     args = arguments.of(runner.server_args)
-    if (args.pp_size or 1) == 1:
-        # Stages that had other numbers of heads or multiprocessors would divide a step otherwise.
+    if (args.pp_size or 1) == args.nnodes == 1:
+        # Other nodes may have other GPUs, and ranks must divide a step alike.
         wrapped.divide = divider_of(args.get_attention_backends()[0], model, buffers.overflow.device)
     if arguments.drafts_itself(args):
         wrapped.counters.drafts = DraftCounts()

@@ -90,7 +90,8 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
         other = ("without rectification", '{"rectify_interval": 0}')
         _require_none(args, RECTIFY_LIMITS, f"{settings.flag} cannot rectify with", other)
     if rectify and rectify.rectify_on_finish:
-        _require_none(args, FINISH_LIMITS, f"{settings.flag}: rectify_on_finish cannot run with")
+        other = ("without it", '{"rectify_on_finish": false}')
+        _require_none(args, FINISH_LIMITS, f"{settings.flag}: rectify_on_finish cannot run with", other)
     if settings.check_exactness:
         _require_none(args, CHECK_LIMITS, f"{settings.flag}: check_exactness cannot run with")
     if not on_gpu(gpu):

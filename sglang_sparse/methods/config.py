@@ -51,7 +51,7 @@ class SparseConfig(BaseModel):
     """
 
     request_fields: ClassVar[tuple[str, ...]] = ()
-    # Fields that take the place of one another: the other of each.
+    # Fields of which one is given at most: each, and the one that it replaces.
     replaces: ClassVar[Mapping[str, str]] = {}
     phase_fields: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[tuple[str, ...]] = ("crossover_tokens",)

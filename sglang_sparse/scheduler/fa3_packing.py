@@ -106,5 +106,9 @@ def divider_of(prefill_backend: str, model: ModelShape, device: torch.device) ->
     tiled = model.head_dim == HEAD_DIM and not model.rope_dim and model.kv_dtype.itemsize == 2
     if prefill_backend != "fa3" or device.type != "cuda" or not tiled:
         return None
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Divider(model.num_q_heads // model.num_kv_heads, model.num_kv_heads, processors).divide
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    counts = {gpu.multi_processor_count for gpu in gpus}
+    if len(counts) > 1:
+        # Ranks that divide a step otherwise would wait for each other.
+        return None
+    return Divider(model.num_q_heads // model.num_kv_heads, model.num_kv_heads, counts.pop()).divide

@@ -63,14 +63,15 @@ def _append(row: torch.Tensor, plan: Rectification | None) -> torch.Tensor:
 def attach(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, *__: object, **___: object) -> None:
     """After ``_update_gather_batch``: attach this rank's part of a joint pass to its batch, without the due rows."""
     settings = current_settings()
-    if settings is None or not settings.rectify:
+    if settings is None or not settings.rectify or info.tp0_info_cpu is None:
         return
     plan = _PLAN[0]
     tokens, rows = info.tp0_info_cpu[:, -2:].T.tolist()
-    joint = JointPass(tokens, rows) if any(tokens) else None
+    joint = None
+    if any(tokens):
+        for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
+            setattr(batch, name, [count - due for count, due in zip(getattr(batch, name), rows, strict=True)])
+        joint = JointPass(tokens, rows, whole_step=not any(batch.global_num_tokens))
     if plan:
         plan.joint = joint
     setattr(batch, STEP, plan or joint)
-    if joint:
-        for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
-            setattr(batch, name, [count - due for count, due in zip(getattr(batch, name), rows, strict=True)])

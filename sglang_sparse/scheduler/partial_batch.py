@@ -23,6 +23,8 @@ DENSE_PASS = "dense_pass"
 BOUNDED = "bounded_lengths"
 # That of a draft behind the first one of its round.
 LATER = "later_draft"
+# The attribute of SGLang's output of a model's last stage.
+LOGITS = "next_token_logits"
 # The attribute of a batch that all ranks of data-parallel attention have gathered: this rank's Rectification, or the
 # JointPass of others, or None.
 STEP = "sglang_sparse_step"
@@ -55,10 +57,12 @@ class JointPass:
     Attributes:
         tokens: its tokens, by rank.
         rows: its rows, by rank.
+        whole_step: whether no rank has rows left for a pass behind it.
     """
 
     tokens: list[int]
     rows: list[int]
+    whole_step: bool
 
     def set_sizes(self, view: ScheduleBatch) -> ScheduleBatch:
         """Give a batch of this pass the sizes of all ranks; returns the batch."""
@@ -81,15 +85,16 @@ class Outputs:
         self._handed: list[PPProxyTensors] = []
         self._output: ModelRunnerOutput | None = None
 
-    def add(self, rows: Sequence[int], output: ModelRunnerOutput) -> None:
-        """Add the output of a pass over ``rows``; one without any is idle."""
+    def add(self, rows: Sequence[int], tokens: int, output: ModelRunnerOutput) -> None:
+        """Add the output of a pass over ``rows``, of as many tokens; one without any is idle."""
         from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
         if not rows:
             return
         self._output, found = output, output.logits_output
         if isinstance(found, PPProxyTensors):
-            self._handed.append(found)
+            # A graph hands on its padding, too.
+            self._handed.append(PPProxyTensors({name: part[:tokens] for name, part in found.tensors.items()}))
             return
         logits = found.next_token_logits
         assert logits is not None
@@ -108,7 +113,7 @@ class Outputs:
                 {name: torch.cat([part.tensors[name] for part in self._handed]) for name in first.tensors}
             )
         else:
-            vars(output.logits_output)["next_token_logits"] = self._logits
+            setattr(output.logits_output, LOGITS, self._logits)
         output.can_run_graph = False
         return output
 

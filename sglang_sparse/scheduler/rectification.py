@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sglang_sparse.attention.protocols import ModelRunner, ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
+from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler import prompt_windows
 from sglang_sparse.scheduler.partial_batch import STEP, JointPass, Outputs, Span, decode_view, extend_view, idle_view
@@ -161,10 +162,10 @@ def _run_along(runner: ModelRunner, batch: ScheduleBatch, joint: JointPass) -> N
 
     Where no rank has rows left behind it, the joint pass is the step.
     """
-    if any(vars(batch)["global_num_tokens"]):
-        _encode(runner, joint.set_sizes(idle_view(batch)))
-    else:
+    if joint.whole_step:
         joint.set_sizes(batch)
+    else:
+        _encode(runner, joint.set_sizes(idle_view(batch)))
 
 
 def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: object, **kwargs: object) -> Any:
@@ -173,7 +174,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     In this order, because a decode graph publishes that the step has read ``req_to_token`` before it is replayed.
 
     Returns:
-        SGLang's output of the last pass, with the logits of all rows.
+        SGLang's output of the last pass, with the logits of all rows, or what the next stage gets of all of them.
     """
     if hooked_settings_of(runner.server_args) is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
@@ -197,13 +198,15 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     _count(counts, step.spans, step.late)
     handed = cast("PPProxyTensors | None", kwargs.get("pp_proxy_tensors"))
     outputs, first = Outputs(len(step.outer_batch.reqs)), 0
+    # SGLang has no graphs of prefill there, or they are off.
+    graphless = step.joint is not None or (arguments.of(runner.server_args).pp_size or 1) > 1
     for rows, view in _views(step):
-        last = first + len(view.input_ids)
-        ran = run(view, **({"pp_proxy_tensors": handed[first:last]} if handed else {}))
-        first = last
-        if view.forward_mode.is_extend() and not step.joint and view.seq_lens.is_cuda and not ran.can_run_graph:
+        tokens = len(view.input_ids)
+        ran = run(view, **({"pp_proxy_tensors": handed[first : first + tokens]} if handed else {}))
+        first += tokens
+        if view.forward_mode.is_extend() and view.seq_lens.is_cuda and not (ran.can_run_graph or graphless):
             _warn_eager()
-        outputs.add(rows, ran)
+        outputs.add(rows, tokens, ran)
     return outputs.joined()
 
 
@@ -217,7 +220,7 @@ def _views(step: Rectification) -> Iterator[tuple[list[int], ScheduleBatch]]:
         yield due, step.joint.set_sizes(view) if step.joint else view
     if step.rest:
         yield step.rest, decode_view(batch, step.rest)
-    elif step.joint and any(vars(batch)["global_num_tokens"]):
+    elif step.joint and not step.joint.whole_step:
         yield [], idle_view(batch)
 
 

@@ -14,6 +14,7 @@ from sglang_sparse.errors import SparseArgumentError
 FLAG = "--workers"
 # Seconds for one answer of a server.
 TIMEOUT = 10.0
+ALLOWED = "the address of an SGLang server that needs no API key"
 
 
 class Worker(TypedDict):
@@ -61,15 +62,16 @@ def _fields(url: str) -> dict[str, dict[str, object]]:
         answer = requests.get(f"{url.rstrip('/')}/server_info", timeout=TIMEOUT)
         answer.raise_for_status()
         info = cast("Worker", answer.json())
-        states = info["internal_states"]
+        states = [state.get("sparse") for state in info["internal_states"]]
         page_size = info["page_size"]
-    except (requests.RequestException, KeyError, TypeError) as error:
+    except (requests.RequestException, KeyError, TypeError, AttributeError) as error:
         what = error if isinstance(error, requests.HTTPError) else type(error).__name__
         message = f"{FLAG} {url}: got no /server_info of SGLang ({what})"
-        raise SparseArgumentError(message, field=FLAG, got=url, allowed="the address of an SGLang server") from error
+        raise SparseArgumentError(
+            message, field=FLAG, got=url, allowed="the address of an SGLang server that needs no API key"
+        ) from error
     found = {}
-    for replica, state in enumerate(states):
-        sparse = state.get("sparse")
+    for replica, sparse in enumerate(states):
         if sparse is None or "digest" not in sparse:
             message = f"{FLAG} {url}: got a server that publishes no digest of a sparse method"
             allowed = "servers of this version of the plugin with --sparse-method or --sparse-prefill-method"

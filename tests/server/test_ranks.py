@@ -118,7 +118,7 @@ def test_ranks_rectify_together(serve, monkeypatch: pytest.MonkeyPatch, name: st
 
 @pytest.mark.parametrize("name", ["resa and anchor", "robsa"])
 def test_stages_rectify(serve, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) -> None:
-    """One prompt at a time, as when a row is rectified depends on its neighbours; then all, in micro-batches."""
+    """One prompt at a time, as when a row is rectified depends on its neighbours."""
     monkeypatch.setitem(METHODS, name, RECTIFIED[name])
     model = untied(model_of(name), tmp_path)
     with started(serve, name, model=model) as server:
@@ -128,11 +128,21 @@ def test_stages_rectify(serve, monkeypatch: pytest.MonkeyPatch, name: str, tmp_p
         assert_same([server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS], expected)
         (found,) = states(server)
         assert found["rectified_tokens"] == alone["rectified_tokens"] > 0
-        together = server.generate(input_ids=PROMPTS * 2, **ASKED)
-        assert [one["output_ids"][0] for one in together] == [one["output_ids"][0] for one in expected] * 2
-        (both,) = states(server)
-        assert both["rectified_tokens"] > 2 * found["rectified_tokens"]
         assert_nothing_leaked(server)
+
+
+def test_rows_of_micro_batches_keep_their_places(serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With all pages active a row's answer is the same, whenever it is rectified, and with whom."""
+    method, config, _ = RECTIFIED["resa and anchor"]
+    monkeypatch.setitem(METHODS, "resa", (method, {**config, "active_ratio": 1.0}, None))
+    model = untied(model_of("resa"), tmp_path)
+    with started(serve, "resa", model=model) as server:
+        expected = [server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS]
+    for flags in (("--pp-size", "2"), ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")):
+        with started(serve, "resa", *flags, model=model) as server:
+            assert_same(server.generate(input_ids=PROMPTS * 3, **ASKED), expected * 3)
+            assert all(state["rectified_tokens"] > 0 for state in states(server))
+            assert_nothing_leaked(server)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
 
-from launch.server import ServerProcess
+from launch.server import QUIET, ServerProcess
 
 IMPORTS = [
     "torch._dynamo",
@@ -137,4 +137,4 @@ class ForkedServer(ServerProcess):
     def _open(self) -> Any:
         self.log_path.write_bytes(b"")
         # SGLang's own first request comes a second after the start.
-        return Forked([*self.command[1:], "--skip-server-warmup"], self.env, str(self.log_path))
+        return Forked([*self.command[1:], *QUIET, "--skip-server-warmup"], self.env, str(self.log_path))
