@@ -77,7 +77,7 @@ def test_a_requests_fields_go_to_the_parts_that_have_them(server, prompts) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"theta": 1}, "theta: --sparse-method resa has no such field; allowed: active_ratio, rectify_interval, thres"),
+        ({"theta": 1}, "theta: --sparse-method resa has no such field; allowed: active_ratio, token_budget, rectify_"),
         ({"active_ratio": 2}, "active_ratio: got 2"),
         ({"lossless": False}, "lossless: got False"),
         ({"threshold_scale_factor": {"prefill": 3}}, "allowed on this server: a number, or a mapping with decode"),
