@@ -281,7 +281,7 @@ class Counters:
             **({"index_keys_prefilled": self.index_keys} if self._dsa and not self._dsa.native("indexer") else {}),
             **({"parts": self._groups_snapshot(counted)} if len(self._selections) > 1 else {}),
             **({"kept": sum_counts([path.snapshot() for path in self.keeps])} if self.keeps else {}),
-            **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
+            **({"prefill": self._prefill_snapshot(self._prefill, prefill, published)} if self._prefill else {}),
         }
 
     def _groups_snapshot(self, counted: Sequence[int]) -> list[dict[str, object]]:
@@ -300,10 +300,12 @@ class Counters:
             for name, method, counts, own in zip(groups.names, groups.methods, self._selections, on_device, strict=True)
         ]
 
-    def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, object]:
+    def _prefill_snapshot(
+        self, path: PrefillPath, totals: Mapping[str, int], published: digest.Published
+    ) -> dict[str, object]:
         causal = totals["pairs_causal"]
         return {
-            **digest.published(self._settings).get("prefill", {}),
+            **published.get("prefill", {}),
             "sparse_layers": len(path.layers),
             **({"parts": path.parts()} if len(path.groups.methods) > 1 else {}),
             **totals,

@@ -121,8 +121,8 @@ def of_role(settings: Settings, mode: str) -> Settings | None:
     if mode == "decode":
         without = replace(settings, prefill_name=None, prefill=None, prefill_rules=None, asked=settings)
         return without if settings.name else None
-    dense = DecodeMethod(MethodConfig.model_validate({"page_size": settings.config.page_size}))
-    without = replace(settings, name=None, decode=DecodeGroups(["None"], [dense]), rules=None, asked=settings)
+    dense = build(None, {"page_size": settings.config.page_size}).decode
+    without = replace(settings, name=None, decode=dense, rules=None, asked=settings)
     return without if settings.prefill else None
 
 

@@ -57,13 +57,13 @@ def _attends_apart(args: Arguments) -> object | None:
     return args.enable_dp_attention or _above_one("attn_dp_size")(args)
 
 
-def _decodes_apart(args: Arguments) -> bool:
-    return args.disaggregation_mode == "decode"
+def _decodes_apart(args: Arguments) -> str | None:
+    return mode if (mode := args.disaggregation_mode) == "decode" else None
 
 
 def _without_tree(args: Arguments) -> str | None:
     """A decode server without the flag that keeps its prefix cache."""
-    return "decode" if _decodes_apart(args) and not args.disaggregation_decode_enable_radix_cache else None
+    return None if args.disaggregation_decode_enable_radix_cache else _decodes_apart(args)
 
 
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
@@ -334,7 +334,7 @@ CHECK_LIMITS = (
 COMPACT_LIMITS = (
     FlagLimit(
         "--disaggregation-mode",
-        lambda args: mode if (mode := args.disaggregation_mode) == "decode" else None,
+        _decodes_apart,
         "what a retracted request takes back is its whole prompt; allowed: null, prefill",
     ),
     FlagLimit("data-parallel attention", _attends_apart, "a step that SGLang makes dense would read freed pages"),

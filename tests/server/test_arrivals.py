@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from approximate import METHODS, ask, assert_same
+from approximate import METHODS, ask, assert_same, model_of
 from server_requests import assert_nothing_leaked, random_prompts, sparse_state
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
@@ -22,9 +22,9 @@ PROMPTS = random_prompts(11, (900, 700, 801, 650, 930), 1000)
 @pytest.mark.parametrize("name", METHODS)
 def test_prompts_come_back_from_host_memory(serve, name: str) -> None:
     method, config, prefill = METHODS[name]
-    model, page = ("tiny-mla", 64) if method == "robsa" else ("tiny-gqa", 16)
-    flags = (*FLAGS, "--page-size", str(page))
-    with serve(MODELS / model, *flags, method=method, config=config, prefill=prefill) as server:
+    model, page = model_of(name)
+    flags = (*FLAGS, "--page-size", page)
+    with serve(model, *flags, method=method, config=config, prefill=prefill) as server:
         cold = [ask(server, prompt) for prompt in PROMPTS]
         before = sparse_state(server)
         assert before["arrived_pages_summarised"] == 0
@@ -36,7 +36,7 @@ def test_prompts_come_back_from_host_memory(serve, name: str) -> None:
             from_host += answer["meta_info"]["cached_tokens_details"]["host"]
         after = sparse_state(server)
         assert from_host > sum(map(len, PROMPTS))
-        assert after["arrived_pages_summarised"] == (0 if method in WITHOUT_ENTRIES else from_host // page)
+        assert after["arrived_pages_summarised"] == (0 if method in WITHOUT_ENTRIES else from_host // int(page))
         assert_nothing_leaked(server)
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import folder_transfer
 import pytest
 import torch
-from approximate import METHODS, ask, assert_same
+from approximate import METHODS, ask, assert_same, model_of
 from server_requests import RETRACT, assert_no_error, random_prompts, sparse_state
 
 from launch.server import ServerProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="the transfer is of the CPU")]
-MODELS = Path("eval/models")
 FLAGS = ("--max-total-tokens", "8192", "--context-length", "2048", "--chunked-prefill-size", "512")
 FLAGS += ("--dtype", "float32")
 PROMPTS = random_prompts(11, (900, 700, 801, 12, 930), 1000)
@@ -26,10 +25,10 @@ Ask = Callable[..., dict[str, Any]]
 def server_of(name: str, **fields: Any) -> tuple[Path, tuple[str, ...], dict[str, Any]]:
     """The model, flags and sparse flags of a method, with fields of its config."""
     method, config, prefill = METHODS[name]
-    model, page = ("tiny-mla", 64) if method == "robsa" else ("tiny-gqa", 16)
+    model, page = model_of(name)
     unchecked = {"check_exactness": False}
     options = {"method": method, "config": config | unchecked | fields, "prefill": prefill and prefill | unchecked}
-    return MODELS / model, (*FLAGS, "--page-size", str(page)), options
+    return model, (*FLAGS, "--page-size", page), options
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import approximate
 import pytest
 import torch
 from checkpoints import untied
-from server_requests import assert_nothing_leaked, logprobs, random_prompts
+from server_requests import assert_nothing_leaked, random_prompts
 
 from launch.server import ServerProcess
 
@@ -44,8 +45,7 @@ ASKED = {"return_logprob": True, "sampling_params": {"max_new_tokens": 24, "temp
 
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for one, other in zip(found, expected, strict=True):
-        assert one["output_ids"] == other["output_ids"]
-        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
+        approximate.assert_same(one, other)
 
 
 def states(server: ServerProcess) -> list[dict[str, Any]]:

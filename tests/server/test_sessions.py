@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from approximate import METHODS, ask, assert_same
+from approximate import METHODS, ask, assert_same, model_of
 from server_requests import RETRACT, assert_abort_leaks_nothing, assert_nothing_leaked, random_prompts, sparse_state
 
 from launch.server import ServerProcess
@@ -53,11 +53,11 @@ def talk(
 @pytest.mark.parametrize("name", METHODS)
 def test_turns_answer_as_their_whole_prompts_do(serve, name: str) -> None:
     method, config, prefill = METHODS[name]
-    model, page = ("tiny-mla", 64) if method == "robsa" else ("tiny-gqa", 16)
-    flags = (*FLAGS, "--page-size", str(page), "--enable-streaming-session")
+    model, page = model_of(name)
+    flags = (*FLAGS, "--page-size", page, "--enable-streaming-session")
     # Some turns prefill otherwise than the one before: nothing may be kept for them.
     asked = [PLAIN] if prefill is None else [PLAIN, [None, {"exact_prefix": True}, None]]
-    with serve(MODELS / model, *flags, method=method, config=config, prefill=prefill) as server:
+    with serve(model, *flags, method=method, config=config, prefill=prefill) as server:
         for custom in asked:
             turns = talk(server, custom)
             known = [answer["meta_info"]["cached_tokens"] for _, answer in turns]

@@ -3,6 +3,7 @@
 All check that their radix tree is exact, select from short prompts, and never run dense.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ METHODS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "rocketkv": ("rocketkv", {"prompt_budget": 256, "window_size": 16, "topk": 16, **SELECTIVE}, None),
     "skip_softmax": ("skip_softmax", {"threshold_scale_factor": {"decode": 50.0}, **SELECTIVE}, None),
 }
+
+
+def model_of(name: str) -> tuple[Path, str]:
+    """The checkpoint of a method of `METHODS`, and the size of its pages."""
+    model, page = ("tiny-mla", "64") if METHODS[name][0] == "robsa" else ("tiny-gqa", "16")
+    return Path("eval/models") / model, page
 
 
 def ask(
