@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -40,11 +40,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stream:
-    """A streamed answer: when the request was sent, and its chunks, each with at least one new token."""
+    """A streamed answer: when the request was sent, its chunks, each with at least one new token, and its tokens."""
 
     sent: float
     chunks: list[Chunk]
     cached_tokens: int
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,8 @@ def parse_stream(sent: float, raw: Iterable[tuple[float, bytes]]) -> Stream:
                 chunks.append(Chunk(seconds, tokens))
     if answer is None:
         raise EvaluationError("a stream ended without an answer")
-    return Stream(sent, chunks, checked(answer)["meta_info"].get("cached_tokens", 0))
+    cached = checked(answer)["meta_info"].get("cached_tokens", 0)
+    return Stream(sent, chunks, cached, answer.get("output_ids", []))
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

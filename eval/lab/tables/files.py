@@ -11,7 +11,7 @@ from typing import Any
 from eval import report
 from eval.lab.agreement import agreement as dsa_agreement
 from eval.lab.kernels import dsa, framework, mla, prefill
-from eval.lab.servers import decode, latency_limit, profile, throughput
+from eval.lab.servers import decode, deployments, latency_limit, profile, throughput
 from eval.lab.tables import crossover
 from eval.lab.tables.weights import weights
 from eval.live.client import FAILURES
@@ -103,6 +103,7 @@ TABLES: report.Tables = {
     **report.TABLES,
     "agree_dsa": dsa_agreement.agreement,
     "bench_decode": decode.decode,
+    "bench_deployments": deployments.deployments,
     "bench_dsa": dsa.dsa,
     "bench_framework": kernels,
     "bench_kernels": kernels,

@@ -1,0 +1,69 @@
+"""Deployments of servers beside one server: two that are real, and figures that are made up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import folder_transfer
+import pytest
+
+from eval.lab import bench_deployments
+from eval.lab.servers.deployments import agreement, flags_of, summarise
+from eval.lab.tables import files
+from eval.live.record import read_rows
+
+CONFIG = {"dense_fallback": "never", "rectify_interval": 8, "active_ratio": 0.2, "min_pages": 2, "page_size": 16}
+SERVER = "--page-size 16 --dtype float32 --chunked-prefill-size 512 --disable-overlap-schedule"
+
+
+def test_answers_agree_until_they_part() -> None:
+    assert agreement([[1, 2, 3, 4]], [[1, 2, 5, 4]]) == 0.5
+    assert agreement([[1, 2], [3, 4]], [[1, 2], [9, 4]]) == 0.5
+    # A deployment of several ranks answers more prompts than one GPU.
+    assert agreement([[1], [2]], [[1]]) == 1.0
+
+
+def item(deployment: str, arm: str, throughput: float, ttft_cached: float | None = None) -> dict[str, Any]:
+    row = {"deployment": deployment, "arm": arm, "throughput": throughput, "ttft": 2.0, "tpot": 0.01}
+    return row | {"ttft_cached": ttft_cached, "ranks": 1, "requests": 4, "tokens": [[1, 2]]}
+
+
+def test_a_deployment_is_set_beside_one_gpu_and_dense_beside_sparse() -> None:
+    rows = [item("one", "dense", 100, 1.0), item("one", "sparse", 200, 2.0)]
+    rows += [item("host", "dense", 90, 1.1), item("host", "sparse", 189, 2.2), item("pp", "dense", 50)]
+    one, host = summarise(rows)
+    assert one["throughput_over_dense"] == 1.0 and one["same_as_one"] == 1.0
+    assert host["dense_throughput_over_one"] == 0.9 and host["throughput_over_dense"] == pytest.approx(1.05)
+    assert host["ttft_cached_over_dense"] == pytest.approx(1.0)
+    # Without a server on one GPU there is nothing that it takes more than.
+    (alone,) = summarise([item("tp", "dense", 1), item("tp", "sparse", 2)])
+    assert alone["same_as_one"] is None and "throughput_over_one" not in alone
+
+
+def test_ranks_share_the_gpus() -> None:
+    assert flags_of("dp", 8) == ["--tp-size", "8", "--dp-size", "8", "--enable-dp-attention"]
+    assert flags_of("one", 8) == []
+
+
+def test_a_wrong_deployment_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_deployments.parse(["--model-path", "x", "--out", "y", "--sparse", "", "--deployments", "two"])
+    assert "got two, allowed: one, host, tp, dp, pp, pair" in capsys.readouterr().err
+
+
+def test_a_pair_and_a_server_with_a_hierarchical_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in folder_transfer.install(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    out = tmp_path / "deployments.jsonl"
+    line = ["--model-path", "eval/models/tiny-gqa", "--deployments", "host,pair", "--transfer", "mori", "--hits", "1"]
+    line += ["--input-length", "600", "--output-length", "96", "--batch", "2", "--runs", "1", "--out", str(out)]
+    sparse = f"--sparse-method resa --sparse-config '{json.dumps(CONFIG)}'"
+    assert bench_deployments.main([*line, "--sparse", sparse, "--server-args", SERVER]) == 0
+    rows = read_rows(out)
+    tokens = {(row["deployment"], row["arm"]): row["tokens"] for row in rows if row["kind"] == "item"}
+    assert tokens["pair", "sparse"] == tokens["host", "sparse"] and tokens["pair", "dense"] == tokens["host", "dense"]
+    assert all(len(answer) == 96 for answers in tokens.values() for answer in answers)
+    host = next(row for row in rows if row["kind"] == "item" and row["deployment"] == "host")
+    assert len(host["ttfts_cached"]) == 3 and max(host["uncached_tokens"]) <= 16
+    table = files.any_table(out).splitlines()
+    assert table[2].startswith("| host | 2 |") and table[3].startswith("| pair | 2 |")
