@@ -2,8 +2,10 @@
 
 Ranks of attention have batches of their own and meet in each MLP and MoE layer, so that all run the same number of
 passes, each with the same idea of how many tokens the others have. SGLang gathers one row of numbers from every rank
-before a step; two more say what a rank rectifies in it. Where any does, all run two passes: an extend pass of the due
-rows, in which ranks without any are idle, and then the step with the rows that are left, if there are any.
+before a step; three more say what a rank would rectify in it, and whether a row's deadline has come. Where one has, all
+run two passes: an extend pass of the due rows, in which ranks without any are idle, and then the step with the rows
+that are left, if there are any. Ranks without a deadline take their rows along that are halfway to it, so that the
+rows of all ranks are due together from then on, and few steps have two passes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def plan_first(
     """Around ``prepare_mlp_sync_batch_raw``: plan what this rank rectifies before SGLang gathers."""
     settings = hooked_settings_of(model_runner.server_args)
     if settings is not None and settings.rectify and batch is not None and batch.forward_mode.is_decode():
-        _PLAN[0] = plan_step(settings, batch, pass_tokens(model_runner.server_args))
+        _PLAN[0] = plan_step(settings, batch, pass_tokens(model_runner.server_args), shared=True)
     try:
         return original(batch, model_runner, *args, **kwargs)
     finally:
@@ -43,7 +45,7 @@ def plan_first(
 
 
 def append_plan(row: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """After ``MLPSyncBatchInfo._get_local_tensor``: append how many tokens and rows this rank rectifies."""
+    """After ``MLPSyncBatchInfo._get_local_tensor``: append tokens and rows of this rank's plan, and its urgency."""
     return _append(row, _PLAN[0])
 
 
@@ -56,7 +58,7 @@ def _append(row: torch.Tensor, plan: Rectification | None) -> torch.Tensor:
     settings = current_settings()
     if settings is None or not settings.rectify:
         return row
-    numbers = [sum(span.tokens for span in plan.spans), len(plan.due)] if plan else [0, 0]
+    numbers = [sum(span.tokens for span in plan.spans), len(plan.due), plan.urgent] if plan else [0, 0, 0]
     return torch.cat([row, torch.tensor(numbers, dtype=row.dtype, device=row.device)])
 
 
@@ -65,10 +67,10 @@ def attach(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, *__: object, *
     settings = current_settings()
     if settings is None or not settings.rectify or info.tp0_info_cpu is None:
         return
-    plan = _PLAN[0]
-    tokens, rows = info.tp0_info_cpu[:, -2:].T.tolist()
-    joint = None
-    if any(tokens):
+    plan = joint = None
+    tokens, rows, urgent = info.tp0_info_cpu[:, -3:].T.tolist()
+    if any(urgent):
+        plan = _PLAN[0]
         for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
             setattr(batch, name, [count - due for count, due in zip(getattr(batch, name), rows, strict=True)])
         joint = JointPass(tokens, rows, whole_step=not any(batch.global_num_tokens))

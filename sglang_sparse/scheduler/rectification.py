@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 HELD = "sglang_sparse_held"
 
 
-def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int, max_tokens: int) -> list[int]:
+def due_rows(
+    pending: Sequence[int], intervals: Sequence[int], max_batch: int, max_tokens: int, anyway: bool = False
+) -> list[int]:
     """Choose the rows that this step rectifies; a pure function, so that tensor-parallel ranks agree.
 
     Deadlines first: row r in the order of urgency must be served within r // max_batch steps from now, so a pass runs
@@ -57,6 +59,7 @@ def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int, m
         intervals: ``[rows]``, generated tokens between rectifications; 0 means never.
         max_batch: rows that one pass takes, unless this many could not keep up.
         max_tokens: most tokens of a pass; the others wait for the next step. At least one row is taken.
+        anyway: whether a pass runs anyway, without a deadline of these rows.
 
     Returns:
         Ascending rows; empty where nothing is due.
@@ -66,7 +69,7 @@ def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int, m
     batch = max(max_batch, math.ceil(load))
     left = {row: intervals[row] - pending[row] for row in rows}
     rows.sort(key=lambda row: (left[row], row))
-    if all(left[row] > rank // batch for rank, row in enumerate(rows)):
+    if not anyway and all(left[row] > rank // batch for rank, row in enumerate(rows)):
         return []
     # Near its capacity a pass must take what it can get, or the last rows would be late.
     busy = 2 * load > batch
@@ -86,6 +89,7 @@ class Rectification:
         late: steps that each of them waited beyond its interval.
         parts: which of them, as indices of ``due``, share a pass.
         joint: the pass that other ranks of data-parallel attention run along.
+        urgent: whether this rank wants the pass, or only takes part where another one does.
     """
 
     outer_batch: ScheduleBatch
@@ -94,6 +98,7 @@ class Rectification:
     late: list[int]
     parts: list[list[int]]
     joint: JointPass | None = None
+    urgent: bool = True
 
     @property
     def rest(self) -> list[int]:
@@ -108,11 +113,12 @@ def pass_tokens(server_args: object) -> int:
 
 
 def plan_step(
-    settings: Settings, batch: ScheduleBatch, max_tokens: int, divide: Divide | None = None
+    settings: Settings, batch: ScheduleBatch, max_tokens: int, divide: Divide | None = None, shared: bool = False
 ) -> Rectification | None:
     """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
 
-    They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``.
+    They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``. Where ranks have
+    ``shared`` passes, the plan of a rank without a deadline is not ``urgent``.
     """
     lengths = batch.seq_lens_cpu.tolist()
     states = [state_of(request) for request in batch.reqs]
@@ -124,13 +130,17 @@ def plan_step(
     intervals = [state.options.rectify_interval if state else 0 for state in states]
     if not any(intervals) or settings.rectify is None:
         return None
-    due = due_rows(pending, intervals, settings.rectify.rectify_max_batch, max_tokens)
+    most = settings.rectify.rectify_max_batch, max_tokens
+    due = due_rows(pending, intervals, *most)
+    urgent = bool(due)
+    if shared and not due:
+        due = due_rows(pending, intervals, *most, anyway=True)
     if not due:
         return None
     spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
     late = [max(0, pending[row] - intervals[row]) for row in due]
     parts = divide([(span.tokens, span.end) for span in spans]) if divide else [list(range(len(due)))]
-    return Rectification(batch, due, spans, late, parts)
+    return Rectification(batch, due, spans, late, parts, urgent=urgent)
 
 
 def run_step(

@@ -56,6 +56,33 @@ def test_at_batch_16_at_most_a_quarter_of_the_steps_carry_a_pass() -> None:
         assert most <= 32
 
 
+def joint_steps(joins: list[list[int]], steps: int, gathered: bool) -> int:
+    """In how many steps any rank rectifies, each with rows of its own of an interval of 32."""
+    exact = [list(rows) for rows in joins]
+    found = 0
+    for step in range(steps):
+        pending = [[max(0, step - start) for start in rows] for rows in exact]
+        own = [due_rows(rows, [32] * len(rows), 8, 8192) for rows in pending]
+        if not any(own):
+            continue
+        found += 1
+        for rank, rows in enumerate(pending):
+            along = due_rows(rows, [32] * len(rows), 8, 8192, anyway=True) if gathered else []
+            for row in own[rank] or along:
+                exact[rank][row] = step
+        assert max(max(rows) for rows in pending) <= 32
+    return found
+
+
+def test_ranks_that_share_passes_gather_their_rows() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        joins = [[rng.randrange(64) for _ in range(4)] for _ in range(8)]
+        alone, together = (joint_steps(joins, 1024, gathered) for gathered in (False, True))
+        # Two passes an interval, whoever starts when; without others' passes each rank has its own.
+        assert together <= 2 * 1024 / 32 + 4 and alone > 3 * 1024 / 32
+
+
 def test_never_and_exact_rows_are_left_alone() -> None:
     assert due_rows([500, 1, 40], [0, 2, 0], 8, 8192) == []
     assert due_rows([500, 2, 40], [0, 2, 32], 8, 8192) == [1, 2]
