@@ -105,7 +105,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 18432,
         "moe_intermediate_size": 2048,
         "num_hidden_layers": 4,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 1,
         "num_attention_heads": 128,
         "num_key_value_heads": 128,
         "q_lora_rank": 1536,
