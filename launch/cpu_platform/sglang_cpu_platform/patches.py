@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_cpu_platform import attention, sparse_mla, speculation
+from sglang_cpu_platform import adapters, attention, sparse_mla, speculation
 
 
 def limit_threads(**_: Any) -> None:
@@ -103,6 +103,7 @@ _INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend"
 _HOST = "sglang.srt.mem_cache.pool_host.common"
 _DRAFTS = "sglang.kernels.ops.speculative"
+_LORA = "sglang.srt.lora.deepseek_mla_correction"
 _BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "sglang.srt.distributed.bootstrap._bind_threads_if_cpu": (limit_threads, HookType.REPLACE),
@@ -132,6 +133,8 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_DRAFTS}.eagle.fill_bonus_tokens_func": (speculation.last_accepted, HookType.REPLACE),
     f"{_BACKENDS}.create_decode_backend": (speculation.draft_backends, HookType.REPLACE),
     f"{_BACKENDS}.create_draft_extend_backend": (speculation.no_extend_backend, HookType.REPLACE),
+    f"{_LORA}.apply_q_correction": (adapters.correct_queries, HookType.REPLACE),
+    f"{_LORA}.apply_v_correction": (adapters.correct_values, HookType.REPLACE),
     f"{_XGRAMMAR}.apply_vocab_mask": (apply_bitmask, HookType.REPLACE),
 }
 

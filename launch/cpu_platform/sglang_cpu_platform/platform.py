@@ -14,7 +14,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_cpu_platform import patches, speculation, stand_ins
+from sglang_cpu_platform import adapters, patches, speculation, stand_ins
 
 # SGLang makes the platform while most of its modules are half imported, so methods import them when called.
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             _use_torch_dsa(server_args, model.hf_text_config, defaults)
         if server_args.enable_hierarchical_cache:
             stand_ins.use_host_cache(server_args, defaults)
+        adapters.use_torch(server_args, defaults)
         if server_args.speculative_algorithm:
             speculation.use_chains(server_args)
         if server_args.dtype == "auto":

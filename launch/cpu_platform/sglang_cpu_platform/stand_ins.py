@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from sglang_cpu_platform import speculation
+from sglang_cpu_platform import adapters, speculation
 
 # The one way of moving pages to host memory and back that is a plain copy.
 HOST_CACHE = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
 
 
 def install() -> None:
-    """Set what the schedulers of this process need for drafts, a hierarchical cache and data-parallel attention."""
+    """Set what the schedulers of this process need for drafts, adapters, host memory and data-parallel attention."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -24,6 +24,7 @@ def install() -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
     from sglang.srt.speculative import eagle_utils
 
+    adapters.install()
     # None without a GPU, which no hook replaces: it would replace every None.
     eagle_utils.tree_speculative_sampling_target_only = speculation.sample_chain
     eagle_utils.top_k_renorm_prob = speculation.keep_top_k
