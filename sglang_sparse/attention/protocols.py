@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.configs import model_config
+    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers import schedule_batch, schedule_policy
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
     from sglang.srt.mem_cache import radix_cache, unified_radix_cache
@@ -86,6 +87,7 @@ class ModelRunner(Protocol):
     is_draft_worker: bool
     kv_index_translator: Any
     layer_info: ModelLayerInfo
+    lora_manager: LoRAManager | None
     model: torch.nn.Module
     model_config: ModelConfig
     req_to_token_pool: ReqToTokenPool

@@ -46,6 +46,7 @@ class Arguments:
     dtype: str
     elastic_ep_backend: str | None
     enable_dp_attention: bool
+    enable_lora: bool | None
     enable_mixed_chunk: bool
     grpc_mode: bool
     kv_cache_dtype: str

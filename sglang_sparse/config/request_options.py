@@ -22,6 +22,8 @@ FORCED_TOKENS = "forced_tokens"
 DECODE, PREFILL = "decode", "prefill"
 # Begins the part of a radix namespace (SGLang's extra_key) with a request's overrides of prefill.
 NAMESPACE = "sglang_sparse:"
+# Begins the part with the id of a LoRA adapter, which SGLang appends.
+ADAPTER = "sglang_sparse_adapter:"
 
 
 @dataclass(frozen=True)
@@ -231,9 +233,22 @@ def _prefill_with(server: PrefillGroups, overrides: Overrides, sparse: bool) -> 
     return server.with_configs(configs), NAMESPACE + json.dumps(fields, sort_keys=True)
 
 
-def namespaced(extra_key: str | None, options: RequestOptions) -> str | None:
-    """Return the radix namespace of a request that the client wants in ``extra_key``."""
-    return f"{extra_key or ''}|{options.namespace}" if options.namespace else extra_key
+def namespaced(extra_key: str | None, options: RequestOptions | None, adapted: bool = False) -> str | None:
+    """Return the radix namespace of a request that the client wants in ``extra_key``.
+
+    Args:
+        extra_key: the client's.
+        options: the request's; None for one that is refused.
+        adapted: whether it has a LoRA adapter, the id of which SGLang appends to what this returns.
+    """
+    parts = [options.namespace if options else "", ADAPTER if adapted else ""]
+    return "|".join([extra_key or "", *filter(None, parts)]) if any(parts) else extra_key
+
+
+def adapter_of_namespace(extra_key: str | None) -> str | None:
+    """Return the id of the LoRA adapter whose KV a radix namespace holds; None for the base model."""
+    _, found, rest = (extra_key or "").rpartition(ADAPTER)
+    return rest.partition("|")[0] if found else None
 
 
 def prefill_of_namespace(settings: Settings, extra_key: str | None) -> PrefillGroups | None:

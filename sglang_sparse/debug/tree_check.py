@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.attention.protocols import KVPool, ModelRunner, RadixTree, Scheduler
-from sglang_sparse.config.request_options import prefill_of_namespace
+from sglang_sparse.config.request_options import adapter_of_namespace, prefill_of_namespace
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError, remember_inserts
@@ -83,8 +83,9 @@ def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeRepo
 
     With a prefill method, K and V are those of its cold run instead, dense only where that is. Pages that no earlier
     check has proven, and those whose contents changed since, are compared with such a run over the whole path from the
-    root, one path at a time (see ``compare_with_recomputed``). No pass may be in flight on another stream than the
-    forward stream.
+    root, one path at a time (see ``compare_with_recomputed``), and with the LoRA adapter of its requests. What was
+    written with an adapter that is no longer loaded is left out: no request finds it. No pass may be in flight on
+    another stream than the forward stream.
 
     Args:
         tolerance: largest allowed absolute difference; ``default_tolerance`` if None.
@@ -108,8 +109,11 @@ def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeRepo
         identities = {page: (found, sums[place]) for place, (page, found) in enumerate(hashes.items())}
         unproven = {page for page, identity in identities.items() if memory.proven.get(page) != identity}
         _require_fresh_summaries(runner.token_to_kv_pool, sorted(unproven))
-        checked, worst = 0, 0.0
+        checked, worst, adapters = 0, 0.0, runner.lora_manager
         for path in paths:
+            adapter = adapter_of_namespace(path.key.extra_key)
+            if adapter and not (adapters and adapter in adapters.loras):
+                continue
             prefill = prefill_of_namespace(settings, path.key.extra_key) if settings else None
             require_whole_groups(prefill, path.ends, tree.page_size if path.key.is_bigram else 0)
             difference, proven = _check_path(runner, path, tree.page_size, unproven, tolerance, prefill)
@@ -127,6 +131,7 @@ def compare_with_recomputed(
     positions: torch.Tensor,
     tolerance: float | None = None,
     prefill: tuple[PrefillGroups | None, int] | None = None,
+    adapter: str | None = None,
 ) -> float:
     """Compare stored KV with that of another run over the same tokens, dense or by a prefill method.
 
@@ -141,6 +146,7 @@ def compare_with_recomputed(
         positions: ``[n]`` int64, the compared positions.
         tolerance: largest allowed absolute difference; ``default_tolerance`` if None.
         prefill: the method of the run's prefill, and how many tokens are prompt; None for a dense run.
+        adapter: id of the LoRA adapter of the run; None for the base model.
 
     Returns:
         The largest absolute difference.
@@ -151,12 +157,17 @@ def compare_with_recomputed(
     kv_pool = runner.token_to_kv_pool
     with borrowed(kv_pool, slots) as stored:
         method, prompt = prefill or (None, 0)
-        _recompute(runner, tokens, slots, method, prompt)
+        _recompute(runner, tokens, slots, method, prompt, adapter)
         return compare(kv_pool, tokens, positions, slots, stored, tolerance)
 
 
 def _recompute(
-    runner: ModelRunner, tokens: list[int], slots: torch.Tensor, prefill: PrefillGroups | None, prompt: int
+    runner: ModelRunner,
+    tokens: list[int],
+    slots: torch.Tensor,
+    prefill: PrefillGroups | None,
+    prompt: int,
+    adapter: str | None = None,
 ) -> None:
     path = runner.attn_backend.prefill
     # A sparse prefill in one piece, or in chunks of whole groups, writes the same.
@@ -172,6 +183,10 @@ def _recompute(
             if path:
                 path.begin([*split_prompt(0, start, end, prompt, prefill)], torch.zeros_like(slots[:1]), counted=False)
             batch = _extend_batch(tokens[start:end], slots[start:end], start)
+            if runner.lora_manager is not None:
+                batch.lora_ids = [adapter]
+                runner.lora_manager.fetch_new_loras({adapter})
+                runner.lora_manager.prepare_lora_batch(batch)
             plan = runner.kv_index_translator.own_plan(batch)
             plan.bind(batch, runner.kv_index_translator, cols=None)
             runner.forward(batch)
@@ -230,7 +245,9 @@ def _check_path(
     tokens = token_ids(path.key)[: len(slots)]
     positions = page_slots(torch.tensor(places, device=slots.device), size)
     tail = prefill.config.dense_tail if prefill else 0  # beyond the crossover it is not in the tree
-    worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, (prefill, len(tokens) + tail))
+    run = prefill, len(tokens) + tail
+    adapter = adapter_of_namespace(path.key.extra_key)
+    worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, run, adapter)
     return worst, {pages[place] for place in places}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import (
+    ADAPTER,
     FORCED_TOKENS,
     LOSSLESS,
     NAMESPACE,
@@ -101,7 +102,8 @@ def admit(
         options = _require_options(settings, scheduler, received)
     except SparseArgumentError as error:
         # SGLang prefills a token of it before it ends: with nothing that was refused, or needs what was.
-        request = original(scheduler, received, *args, **{**kwargs, "extra_key": None})
+        refused = namespaced(None, None, bool(kwargs.get("lora_id")))
+        request = original(scheduler, received, *args, **{**kwargs, "extra_key": refused})
         request.sampling_params = copy.copy(request.sampling_params)
         request.sampling_params.custom_params = request.custom_logit_processor = None
         request.sampling_params.stop_token_ids = request.input_embeds = None
@@ -110,7 +112,7 @@ def admit(
         request.set_finish_with_abort(str(error))
         return request
     if not settings.passes_through:
-        kwargs["extra_key"] = namespaced(received.extra_key, options)
+        kwargs["extra_key"] = namespaced(received.extra_key, options, bool(kwargs.get("lora_id")))
     return original(scheduler, received, *args, **kwargs)
 
 
@@ -149,8 +151,9 @@ def _require_options(
     if drafts:
         _require_exact_sampling(sampling, options)
     key = getattr(tokenized, "extra_key", None) or ""
-    if NAMESPACE in key:
-        raise SparseArgumentError(field="extra_key", got=key, allowed=f"anything without {NAMESPACE!r}")
+    for reserved in (NAMESPACE, ADAPTER):
+        if reserved in key:
+            raise SparseArgumentError(field="extra_key", got=key, allowed=f"anything without {reserved!r}")
     return options
 
 

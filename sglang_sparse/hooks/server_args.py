@@ -71,6 +71,18 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             dsa_flags.disable_prefill_graphs(args, settings)
         for text in (*settings.decode.warnings(), *of_prefill):
             logger.warning("sglang_sparse: %s", text)
+        if args.enable_lora and (calibrated := _calibrated(settings)):
+            message = (
+                "sglang_sparse: the calibration of %s is of the base model; requests with an adapter run by it, too"
+            )
+            logger.warning(message, calibrated)
+
+
+def _calibrated(settings: Settings) -> str:
+    """Name the methods that have a calibration."""
+    groups = (settings.decode, *([settings.prefill] if settings.prefill else ()))
+    found = [pair for group in groups for pair in zip(group.names, group.configs, strict=True)]
+    return ", ".join(dict.fromkeys(name for name, config in found if getattr(config, "calibration", None)))
 
 
 def _keep_phase(args: Arguments, settings: Settings) -> bool:

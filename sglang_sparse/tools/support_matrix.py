@@ -43,6 +43,7 @@ FLAGS: tuple[Mapping[str, object], ...] = (
     {"enable_mixed_chunk": True},
     {"enable_return_hidden_states": True},
     {"kv_events_config": "{}"},
+    {"enable_lora": True},
     {"speculative_algorithm": SPARSE_SELF},
     {"speculative_algorithm": "EAGLE3"},
 )

@@ -3,7 +3,13 @@
 import pytest
 from refusals import refused
 
-from sglang_sparse.config.request_options import _configs, namespaced, parse_options, prefill_of_namespace
+from sglang_sparse.config.request_options import (
+    _configs,
+    adapter_of_namespace,
+    namespaced,
+    parse_options,
+    prefill_of_namespace,
+)
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
@@ -99,6 +105,19 @@ def test_a_namespace_has_what_differs_from_the_server_alone() -> None:
         held = prefill_of_namespace(settings, namespaced(tenant, asked))
         assert asked.prefill is not None and held is not None and held.config == asked.prefill.config
         assert held.config.model_dump()["theta"] == theta and not held.config.exact_prefix
+
+
+def test_a_namespace_has_the_adapter_that_sglang_appends() -> None:
+    settings = build(None, {}, "anchor", {"theta": 12.0})
+    usual, own = parse_options(settings, {}), parse_options(settings, {"theta": 7})
+    for tenant in (None, "tenant"):
+        for asked, theta in ((usual, 12.0), (own, 7)):
+            key = f"{namespaced(tenant, asked, adapted=True)}id"
+            held = prefill_of_namespace(settings, key)
+            assert adapter_of_namespace(key) == "id" and held is not None and held.config.model_dump()["theta"] == theta
+            assert adapter_of_namespace(namespaced(tenant, asked)) is None
+    # Of a request that is refused.
+    assert adapter_of_namespace(f"{namespaced(None, None, adapted=True)}id") == "id"
 
 
 def test_options_in_a_mapping_leave_other_names_alone() -> None:

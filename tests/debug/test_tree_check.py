@@ -19,6 +19,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang_sparse.attention import memory
+from sglang_sparse.config.request_options import namespaced
 from sglang_sparse.debug import tree_check
 from sglang_sparse.debug.tree_check import check_tree, check_when_idle
 from sglang_sparse.methods import aux_buffers
@@ -28,6 +29,8 @@ from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 24, 4, 1, 64
 ROUNDING = 2.0**-14
+# What an adapter adds.
+ADAPTED = 0.5
 Scheduler = Any
 
 
@@ -51,6 +54,7 @@ class Model:
         setattr(self.token_to_kv_pool, memory.ATTRIBUTE, aux)
         self.server_args = SimpleNamespace(sparse_method=None)
         self.attn_backend = SimpleNamespace(prefill=None)
+        self.lora_manager: Any = None
         self.req_to_token_pool = ReqToTokenPool(2, 512, "cpu", False)
         self.kv_index_translator = KVIndexTranslator(
             req_to_token=self.req_to_token_pool.req_to_token,
@@ -66,7 +70,8 @@ class Model:
         assert self.kv_index_translator.write_ids(batch).tolist() == batch.out_cache_loc.tolist()
         known = self.req_to_token_pool.req_to_token[0, : int(batch.seq_lens[0])]
         assert known[int(batch.positions[0]) :].tolist() == batch.out_cache_loc.tolist()
-        self.write(batch.input_ids, batch.positions, batch.out_cache_loc, ROUNDING)
+        adapted = ADAPTED if self.lora_manager and self.lora_manager.prepared == ["id"] else 0.0
+        self.write(batch.input_ids, batch.positions, batch.out_cache_loc, ROUNDING + adapted)
 
     def write(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, rounding: float = 0.0) -> None:
         for layer in (0, 1):
@@ -125,6 +130,37 @@ def assert_unchanged(scheduler: Scheduler, before: list[torch.Tensor]) -> None:
 
 def test_an_empty_tree_is_exact(scheduler) -> None:
     assert check_tree(scheduler) == tree_check.TreeReport(0, 0.0)
+
+
+class Adapters:
+    """Of SGLang's manager what a check asks for; ``prepared`` are those of the pass."""
+
+    def __init__(self, *loaded: str) -> None:
+        self.loras, self.prepared, self.fetched = dict.fromkeys(loaded), None, set[str | None]()
+
+    def fetch_new_loras(self, ids: set[str | None]) -> None:
+        self.fetched = ids
+
+    def prepare_lora_batch(self, batch: Any) -> None:
+        assert self.fetched == {*batch.lora_ids}
+        self.prepared = batch.lora_ids
+
+
+def test_kv_is_recomputed_with_its_adapter(scheduler) -> None:
+    """What was written with one that is not loaded any more cannot be, and nobody finds it."""
+    model, tokens = scheduler.tp_worker.model_runner, torch.arange(8)
+    insert(scheduler, tokens.tolist())
+    slots = scheduler.token_to_kv_pool_allocator.alloc(8)
+    model.write(tokens, tokens, slots, ADAPTED)
+    key = RadixKey(array("q", tokens.tolist()), f"{namespaced(None, None, adapted=True)}id")
+    scheduler.tree_cache.insert(InsertParams(key=key, value=slots))
+    model.lora_manager = Adapters()
+    assert check_tree(scheduler).pages_checked == 2
+    model.lora_manager = Adapters("id")
+    assert check_tree(scheduler).pages_checked == 2 and model.lora_manager.prepared == ["id"]
+    model.write(tokens, tokens, slots)
+    with pytest.raises(InexactTreeError):
+        check_tree(scheduler)
 
 
 @pytest.mark.parametrize("forward_tokens", [6, 8, 2048])

@@ -89,9 +89,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("prefill context parallelism", "enable_prefill_cp"),
             on("attention context parallelism", "attn_cp_size", 2),
             on("KV cache sharding", "enable_kv_cache_sharding"),
-            on("LoRA", "enable_lora"),
-            on("LoRA", "lora_paths", ["adapter"]),
             on("bounded replay of windows", "enable_encoder_swa_bounded_replay"),
+            Trigger("LoRA with data-parallel attention", {"enable_lora": True, "enable_dp_attention": True}),
             on("diffusion LLM decoding", "dllm_algorithm", "LowConfidence"),
             on("HiSparse", "enable_hisparse"),
             on("unified memory pool", "enable_unified_memory"),
@@ -164,6 +163,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("--speculative-eagle-topk", "speculative_eagle_topk", 2),
             on("--speculative-num-draft-tokens", "speculative_num_draft_tokens", 6),
             Trigger("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}),
+            on("LoRA", "enable_lora"),
+            on("LoRA", "lora_paths", ["adapter"]),
             on("a draft model", "speculative_draft_model_path", "some/draft"),
             *(
                 Trigger("settings of other speculative algorithms", {flag: value}, named=True)
@@ -203,6 +204,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
             on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
+            on("--enable-lora-overlap-loading", "enable_lora_overlap_loading"),
         ),
     ),
     "COMPACT_LIMITS": (
@@ -240,6 +242,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method dsa cannot run with ",
         (
             on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
+            on("LoRA", "enable_lora"),
+            on("LoRA", "lora_paths", ["adapter"]),
             on("returned indexer top-k", "enable_return_indexer_topk"),
             on("a page size", "page_size", 32),
             on("a float16 model", "dtype", "half"),

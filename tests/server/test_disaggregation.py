@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import folder_transfer
 import pytest
 import torch
@@ -114,3 +115,19 @@ def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path
         assert ask_both(turns[0], 1)["output_ids"] == expected[0]["output_ids"][:1]
         for prompt, answer in zip(turns, expected, strict=True):
             assert_same(ask_both(prompt), answer)
+
+
+@pytest.mark.parametrize("name", ["resa", "resa and anchor", "rocketkv"])
+def test_both_servers_compute_with_a_requests_adapter(serve, tmp_path: Path, monkeypatch, name: str) -> None:
+    names = (None, "a", "b")
+    model, _ = model_of(name)
+    paths = [f"{one}={checkpoints.random_adapter(tmp_path / one, model, ord(one))}" for one in names if one]
+    monkeypatch.setitem(globals(), "FLAGS", (*FLAGS, "--lora-paths", *paths))
+    model, flags, options = server_of(name)
+    with serve(model, *flags, **options) as server:
+        expected = {one: [ask(server, prompt, lora_path=one) for prompt in PROMPTS[:2]] for one in names}
+    assert expected[None][0]["output_ids"] != expected["a"][0]["output_ids"] != expected["b"][0]["output_ids"]
+    with pair(serve, tmp_path, name) as (ask_both, _):
+        for place, prompt in enumerate(PROMPTS[:2]):
+            for one in names:
+                assert_same(ask_both(prompt, lora_path=one), expected[one][place])

@@ -76,10 +76,11 @@ def test_options_are_validated_behind_the_tokenizers(tmp_path: Path, expected: l
             for stream in (False, True):
                 response = server.client.post("/generate", json={**request, "stream": stream})
                 assert "active_ratio: got 1.5" in response.text and (response.status_code == 400 or stream)
-        # It would be read as the name of a config of prefill.
-        request = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "extra_key": "sglang_sparse:x"}
-        response = server.client.post("/generate", json=request)
-        assert response.status_code == 400 and "extra_key: got 'sglang_sparse:x'" in response.text
+        # They would be read as the name of a config of prefill, and as that of an adapter.
+        for key in ("sglang_sparse:x", "sglang_sparse_adapter:x"):
+            request = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "extra_key": key}
+            response = server.client.post("/generate", json=request)
+            assert response.status_code == 400 and f"extra_key: got '{key}'" in response.text
         # Next to others, whose batch an aborted request may join.
         with ThreadPoolExecutor(1) as pool:
             beside = pool.submit(lambda: server.generate(**LOGPROBS))

@@ -111,6 +111,32 @@ def random_eagle3(path: Path, target: Path, seed: int = 0) -> Path:
     return path
 
 
+def random_adapter(path: Path, model: Path, seed: int, rank: int = 8, share: float = 0.5) -> Path:
+    """Random float32 adapter in PEFT's format for the linear layers of a checkpoint.
+
+    Args:
+        share: how large what it adds to a layer's output is, of what the layer computes.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    random, tensors, targets = torch.Generator().manual_seed(seed), {}, set()
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        for name in (name for name in weights.keys() if "_proj" in name):  # noqa: SIM118
+            weight = weights.get_tensor(name).float()
+            down, up = (torch.randn(size, generator=random) for size in ((rank, weight.shape[1]), (len(weight), rank)))
+            up *= share * weight.norm() / (up @ down).norm()
+            module = name.removesuffix(".weight")
+            targets.add(module.rpartition(".")[2])
+            tensors |= {f"base_model.model.{module}.lora_{part}.weight": of for part, of in (("A", down), ("B", up))}
+    path.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets), "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
 # SGLang reads these from the config file; transformers 5 no longer writes them.
 _UNWRITTEN = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 

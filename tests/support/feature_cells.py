@@ -118,6 +118,11 @@ PROOFS: Mapping[Cell, str] = {
     Cell("`--speculative-algorithm EAGLE3`", "resa"): _SERVER.format("sparse_drafts")
     + "all_pages_are_a_dense_servers_answers",
     Cell("`--speculative-algorithm EAGLE3`", "dsa"): "tests/hooks/test_dsa_matrix.py::test_deployments",
+    **{
+        Cell("`--enable-lora`", method): _SERVER.format("lora") + "a_batch_answers_as_each_request_alone"
+        for method in ("resa", "robsa", "rocketkv", DECODE_SKIP, "anchor", PREFILL_SKIP)
+    },
+    Cell("`--enable-lora`", "dsa"): "tests/hooks/test_dsa_matrix.py::test_deployments",
     Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",

@@ -61,6 +61,11 @@ INDEXER_LIMITS = (
         "GPUs have been compared with SGLang's own kernels alone",
     ),
     FlagLimit(
+        "LoRA",
+        lambda args: args.enable_lora or args.lora_paths or None,
+        "this project's kernels are not proven with adapters",
+    ),
+    FlagLimit(
         "returned indexer top-k", lambda args: args.enable_return_indexer_topk or None, "what is chosen is not reported"
     ),
     FlagLimit(
