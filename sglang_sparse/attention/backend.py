@@ -136,7 +136,8 @@ class SparseAttentionBackend(DelegatingBackend):
         device = self._pools.overflow.device
         self._buffers = view_buffers(self.groups.methods, model, self._tokens, runner.dtype, device)
         self.divide: Callable[[Sequence[tuple[int, int]]], list[list[int]]] | None = None
-        if settings.name and "crossover_tokens" in self._config.limits:
+        self.groups.deterministic = arguments.deterministic(arguments.of(runner.server_args))
+        if settings.name and "crossover_tokens" in self._config.limits and not self.groups.deterministic:
             found = crossover.find(settings, model, device)
             self.groups.crossover_tokens = found.tokens
             logger.info(

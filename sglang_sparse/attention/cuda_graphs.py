@@ -27,7 +27,8 @@ class GraphVariants:
 
     Args:
         backend: decides which rows run sparse.
-        settings: with ``dense_fallback: never`` there is no dense graph, without a decode method no other.
+        settings: with ``dense_fallback: never`` and with deterministic inference there is no dense graph, without a
+            decode method no other.
 
     Attributes:
         capture_labels: the graphs of each size, in the order of their capture.
@@ -36,7 +37,8 @@ class GraphVariants:
     def __init__(self, backend: SparseAttentionBackend, settings: Settings):
         self._backend = backend
         sparse = (SPARSE, LATER_DRAFT) if backend.may_share else (SPARSE,)
-        decode = sparse if settings.config.dense_fallback == "never" else (DENSE, *sparse)
+        always = settings.config.dense_fallback == "never" or settings.decode.deterministic
+        decode = sparse if always else (DENSE, *sparse)
         self.capture_labels = decode if settings.name else (DENSE,)
 
     def select(self, forward_batch: ForwardBatch) -> str:

@@ -77,7 +77,7 @@ def plan_decode(
             compacted.
     """
     config = groups.config
-    crossover = 0 if compacted else groups.crossover_tokens
+    crossover = 0 if compacted or groups.deterministic else groups.crossover_tokens
     if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
         # Whatever the rows are, and before anything else: a short batch waits for the host more than a long one.
         return dense_plan(len(seq_lens))
@@ -94,6 +94,10 @@ def plan_decode(
         for place, method in enumerate(groups.methods)
     )
     covered = reduce(torch.logical_and, (plan.covered for plan in plans))
+    if groups.deterministic:
+        # The dense backend rounds otherwise than the sparse kernels over all pages. A row alone must take the same
+        # kernels as in company, and what it writes must not be shared as if a prefill had written it.
+        return DecodePlan(torch.zeros_like(covered), ~covered, plans)
     if config.dense_fallback == "never":
         return DecodePlan(asked_dense, ~covered, plans)
     selective = ~covered

@@ -113,6 +113,7 @@ class Req(Protocol):
     lock: TreeLock | None
     last_node: object
     finished_reason: object
+    to_finish: object
     finished: Callable[[], bool]
 
 

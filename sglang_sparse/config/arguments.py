@@ -45,6 +45,7 @@ class Arguments:
     dsa_prefill_backend: str | None
     dtype: str
     elastic_ep_backend: str | None
+    enable_deterministic_inference: bool
     enable_dp_attention: bool
     enable_lora: bool | None
     enable_mixed_chunk: bool
@@ -61,6 +62,7 @@ class Arguments:
     quantization_param_path: str | None
     random_seed: int | None
     revision: str | None
+    rl_on_policy_target: str | None
     smg_grpc_mode: bool
     sparse_config: str | dict[str, object] | None
     sparse_method: str | None
@@ -118,6 +120,11 @@ def of(server_args: object) -> Arguments:
     if hasattr(type(server_args), "resolve_once"):
         return Arguments(server_args)
     return cast("Arguments", server_args)
+
+
+def deterministic(args: Arguments) -> bool:
+    """Whether a row's output must not depend on the other rows of its batches."""
+    return bool(args.enable_deterministic_inference or args.rl_on_policy_target)
 
 
 def drafts_itself(args: Arguments) -> bool:

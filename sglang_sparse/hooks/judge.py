@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.machine import Gpu
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks import dsa_flags, refusals
+from sglang_sparse.hooks import deterministic, dsa_flags, refusals
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -42,11 +42,12 @@ def judge_flags(args: Arguments, settings: Settings, gpu: Gpu = None) -> Setting
         The methods, see ``dsa_flags.give_way``.
 
     Raises:
-        SparseArgumentError: see ``refusals.require_before``.
+        SparseArgumentError: see ``refusals.require_before`` and ``deterministic.require``.
     """
 
     def judge(own: Settings) -> Settings:
         refusals.require_before(args, own, gpu)
+        deterministic.require(args, own)
         return own
 
     return dsa_flags.give_way(settings, judge, gpu)

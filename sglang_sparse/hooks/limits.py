@@ -18,6 +18,8 @@ DENSE_BACKENDS = {
     "MLA": ("torch_native", "triton", "flashinfer", "flashmla", "fa3"),
     "DSA": ("dsa",),
 }
+# Those whose pass over a row's tokens gives the same bits whatever is cached and whoever else is in the pass.
+DETERMINISTIC_BACKENDS = ("torch_native", "triton", "fa3")
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
 # SGLang's torch_native reads a prompt's keys from the pool, which has one latent for all heads of an MLA model: the
 # first request ends the server. The CPU platform sends prompts another way.
@@ -145,11 +147,6 @@ FLAG_LIMITS = (
         "the kernels want a tensor of K for each layer",
     ),
     FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
-    FlagLimit(
-        "deterministic inference",
-        _set("enable_deterministic_inference", "rl_on_policy_target"),
-        "splits and the crossover depend on the batch, so a request's output depends on its neighbours",
-    ),
     FlagLimit("embedding serving", _set("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
     FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
     FlagLimit("radix tree core", _foreign_core, _OWN_TREE),

@@ -22,6 +22,7 @@ from sglang_sparse.hooks.layer_checks import require_layers
 from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
+from sglang_sparse_kernels.common import launch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -76,6 +77,8 @@ def _wrapped(backend: AttentionBackend, runner: ModelRunner, settings: Settings)
 def hook_method(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:
     """Around ``ModelRunner.load_model``: apply the hooks of the server's method before its model binds the functions.
 
+    With deterministic inference the kernels are told before anything is sized for them.
+
     Weights that SGLang has downloaded by then are checked afterwards, and so are the layers: the main process could not
     read either.
 
@@ -87,6 +90,8 @@ def hook_method(original: Callable[[ModelRunner], None], runner: ModelRunner) ->
 
     settings = hooked_settings_of(runner.server_args)
     name = settings.name if settings else None
+    alone = settings is not None and arguments.deterministic(arguments.of(runner.server_args))
+    launch.fixed_rows = launch.FEW_ROWS if alone else None
     found = tuple(hook for hook in HOOKS if hook.method and hook.method == name and hook.here)
     new = [hook for hook in found if hook.target not in HookRegistry._hooks]
     if new:

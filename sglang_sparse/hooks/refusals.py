@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_sparse.config.arguments import SPARSE_SELF, drafts_itself, verified_tokens
+from sglang_sparse.config.arguments import SPARSE_SELF, deterministic, drafts_itself, verified_tokens
 from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
@@ -18,6 +18,7 @@ from sglang_sparse.hooks.limits import (
     CHECK_LIMITS,
     COMPACT_LIMITS,
     DECODE_LIMITS,
+    DETERMINISTIC_BACKENDS,
     DISAGGREGATION_LIMITS,
     DRAFT_LIMITS,
     FINISH_LIMITS,
@@ -65,7 +66,7 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     limits |= dict.fromkeys(limit for method in methods for limit in method.flag_limits)
     if settings.name and (native or not all(method.verifies for method in methods)):
         limits |= dict.fromkeys(DECODE_LIMITS)
-    _require_none(args, limits, f"{settings.flag} cannot run with", hint=_hint(settings))
+    require_none(args, limits, f"{settings.flag} cannot run with", hint=_hint(settings))
     _require_verified(args, settings)
     for method in methods:
         if settings.config.page_size % method.block_size:
@@ -77,23 +78,23 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
                 allowed="pages of whole blocks",
             )
     if settings.prefill:
-        _require_none(args, PREFILL_LIMITS, f"{settings.prefill_flag} cannot run with")
+        require_none(args, PREFILL_LIMITS, f"{settings.prefill_flag} cannot run with")
     if drafts_itself(args):
         _require_drafts(args, settings)
     if args.disaggregation_mode != "null":
-        _require_none(args, DISAGGREGATION_LIMITS, f"{settings.flag} with --disaggregation-mode cannot run with")
+        require_none(args, DISAGGREGATION_LIMITS, f"{settings.flag} with --disaggregation-mode cannot run with")
     if any(one.compacts for one in prompt_selectors(methods)):
         other = ("without compaction", '{"eviction": "visibility"}')
-        _require_none(args, COMPACT_LIMITS, f"{settings.flag} cannot compact with", other)
+        require_none(args, COMPACT_LIMITS, f"{settings.flag} cannot compact with", other)
     rectify = settings.rectify
     if rectify and rectify.rectify_interval:
         other = ("without rectification", '{"rectify_interval": 0}')
-        _require_none(args, RECTIFY_LIMITS, f"{settings.flag} cannot rectify with", other)
+        require_none(args, RECTIFY_LIMITS, f"{settings.flag} cannot rectify with", other)
     if rectify and rectify.rectify_on_finish:
         other = ("without it", '{"rectify_on_finish": false}')
-        _require_none(args, FINISH_LIMITS, f"{settings.flag}: rectify_on_finish cannot run with", other)
+        require_none(args, FINISH_LIMITS, f"{settings.flag}: rectify_on_finish cannot run with", other)
     if settings.check_exactness:
-        _require_none(args, CHECK_LIMITS, f"{settings.flag}: check_exactness cannot run with")
+        require_none(args, CHECK_LIMITS, f"{settings.flag}: check_exactness cannot run with")
     if not on_gpu(gpu):
         _require_cpu_backends(args, settings)
 
@@ -134,7 +135,7 @@ def _require_drafts(args: Arguments, settings: Settings) -> None:
     if reason:
         message = f"{origin} cannot run with {settings.flag}: {reason}"
         raise SparseArgumentError(message, field="--speculative-algorithm", got=args.speculative_algorithm)
-    _require_none(args, DRAFT_LIMITS, f"{origin} cannot run with")
+    require_none(args, DRAFT_LIMITS, f"{origin} cannot run with")
 
 
 def _require_verified(args: Arguments, settings: Settings) -> None:
@@ -144,7 +145,7 @@ def _require_verified(args: Arguments, settings: Settings) -> None:
     """
     if not settings.name:
         return
-    _require_none(args, VERIFY_LIMITS, f"{settings.flag} cannot run with", hint=_hint(settings))
+    require_none(args, VERIFY_LIMITS, f"{settings.flag} cannot run with", hint=_hint(settings))
     if settings.method.selects_in_model:
         # Each draft chooses for itself.
         return
@@ -226,7 +227,7 @@ def _hint(settings: Settings) -> str:
     return PASSED_THROUGH if settings.method.selects_in_model else ""
 
 
-def _require_none(
+def require_none(
     args: Arguments, limits: Iterable[FlagLimit], origin: str, other: tuple[str, str] = ("", ""), hint: str = ""
 ) -> None:
     """Refuse flags that a table limits; ``other`` is what is allowed instead: where, and what."""
@@ -252,9 +253,11 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     if settings.passes_through:
         _require_fit(settings.flag, model, settings.decode.refuse(model))
     allowed = dense_backends(settings.method.kind_of(model), on_gpu(gpu))
+    alone = " with deterministic inference" if deterministic(args) else ""
+    allowed = tuple(name for name in allowed if not alone or name in DETERMINISTIC_BACKENDS)
     for name in args.get_attention_backends():
         if name not in allowed:
-            message = f"{settings.flag}: attention backend {name!r} is not supported"
+            message = f"{settings.flag}: attention backend {name!r} is not supported{alone}"
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=allowed)
     if settings.passes_through:
         return

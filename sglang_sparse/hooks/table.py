@@ -200,6 +200,13 @@ HOOKS = (
         "forget the exact length of a retracted request, which is prefilled again",
     ),
     Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
+        "self",
+        "AFTER",
+        "scheduler.exact_kv:abort_retracted",
+        "deterministic inference: abort a retracted request, whose prefill would make its sparse KV exact",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
         "self, input_len",
         "AFTER",

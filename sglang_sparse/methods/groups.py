@@ -77,10 +77,13 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
     Attributes:
         crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
             measured for its GPU and its model.
+        deterministic: whether each row runs as if it were alone, see ``attention/plan.py``; a server that starts puts
+            here what its flags say.
     """
 
     shared = RectifyConfig
     config: MethodConfig
+    deterministic: bool = False
 
     def __init__(self, names: Sequence[str], methods: Sequence[DecodeMethod]):
         super().__init__(names, methods)

@@ -9,12 +9,13 @@ exact, see ``scheduler/prefill_chunks.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.native_counts import native_counts
 from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.settings import current_settings, settings_of
 from sglang_sparse.scheduler import arrivals, forced_tokens, prefill_chunks, prompt_windows
 from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, LATER
 from sglang_sparse.scheduler.rectification import Rectification
@@ -24,6 +25,12 @@ from sglang_sparse.scheduler.request_state import RequestState, ensure_state, op
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
     from sglang_sparse.attention.plan import DecodePlan
+
+_RETRACTED = (
+    "The KV cache is full, and with deterministic inference sglang_sparse cannot run this request again where it was: "
+    "its output would depend on the other requests. Send it again, and start the server with a lower "
+    "--max-running-requests or a higher --schedule-conservativeness."
+)
 
 
 def begin_pass(
@@ -133,6 +140,29 @@ def forget_exact_length(_: None, request: Req) -> None:
         state.verified_from = None
         state.split_group = state.cut = None
         state.kept, state.compacted = (0, 0), False
+
+
+def abort_retracted(
+    found: tuple[list[Req], float, list[Req]], batch: ScheduleBatch
+) -> tuple[list[Req], float, list[Req]]:
+    """After ``ScheduleBatch.retract_decode``: abort what it retracts, with deterministic inference.
+
+    A retracted request is prefilled again, so that its KV is exact from then on: its output would depend on the memory
+    that others take.
+
+    Args:
+        found: the requests that are retracted, SGLang's new estimate, and those that are aborted.
+        batch: not used.
+    """
+    settings = current_settings()
+    if settings is None or not settings.name or not settings.decode.deterministic or not found[0]:
+        return found
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    retracted, ratio, aborted = found
+    for request in retracted:
+        request.to_finish = FINISH_ABORT(_RETRACTED, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+    return [], ratio, [*aborted, *retracted]
 
 
 def exact_committed_len(original: Callable[[Req], int], request: Req) -> int:

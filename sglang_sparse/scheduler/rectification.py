@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +25,7 @@ from sglang_sparse.attention.protocols import ModelRunner, ModelWorker, RadixTre
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler import prompt_windows
+from sglang_sparse.scheduler.due_rows import due_rows, ripe_rows
 from sglang_sparse.scheduler.partial_batch import STEP, JointPass, Outputs, Span, decode_view, extend_view, idle_view
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
@@ -43,39 +43,6 @@ logger = logging.getLogger(__name__)
 
 # The attribute of the radix cache that holds back releases while a step's results are processed.
 HELD = "sglang_sparse_held"
-
-
-def due_rows(
-    pending: Sequence[int], intervals: Sequence[int], max_batch: int, max_tokens: int, anyway: bool = False
-) -> list[int]:
-    """Choose the rows that this step rectifies; a pure function, so that tensor-parallel ranks agree.
-
-    Deadlines first: row r in the order of urgency must be served within r // max_batch steps from now, so a pass runs
-    as soon as waiting longer would make some row late. A pass that runs anyway takes rows along that are at least
-    halfway to their interval: from then on they are due together, and fewer steps carry a second pass.
-
-    Args:
-        pending: ``[rows]``, approximate tokens of each row and its newest one.
-        intervals: ``[rows]``, generated tokens between rectifications; 0 means never.
-        max_batch: rows that one pass takes, unless this many could not keep up.
-        max_tokens: most tokens of a pass; the others wait for the next step. At least one row is taken.
-        anyway: whether a pass runs anyway, without a deadline of these rows.
-
-    Returns:
-        Ascending rows; empty where nothing is due.
-    """
-    rows = [row for row, count in enumerate(pending) if intervals[row] and count > 1]
-    load = sum(1 / interval for interval in intervals if interval)
-    batch = max(max_batch, math.ceil(load))
-    left = {row: intervals[row] - pending[row] for row in rows}
-    rows.sort(key=lambda row: (left[row], row))
-    if not anyway and all(left[row] > rank // batch for rank, row in enumerate(rows)):
-        return []
-    # Near its capacity a pass must take what it can get, or the last rows would be late.
-    busy = 2 * load > batch
-    chosen = [row for row in rows[:batch] if busy or left[row] <= 0 or 2 * pending[row] >= intervals[row]]
-    fitting = sum(tokens <= max_tokens for tokens in accumulate(pending[row] for row in chosen))
-    return sorted(chosen[: max(1, fitting)])
 
 
 @dataclass
@@ -117,8 +84,9 @@ def plan_step(
 ) -> Rectification | None:
     """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
 
-    They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``. Where ranks have
-    ``shared`` passes, the plan of a rank without a deadline is not ``urgent``.
+    They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``. With deterministic
+    inference no row waits for others: all that are due are rectified, in passes of up to ``max_tokens``. Where ranks
+    have ``shared`` passes, the plan of a rank without a deadline is not ``urgent``.
     """
     lengths = batch.seq_lens_cpu.tolist()
     states = [state_of(request) for request in batch.reqs]
@@ -130,8 +98,8 @@ def plan_step(
     intervals = [state.options.rectify_interval if state else 0 for state in states]
     if not any(intervals) or settings.rectify is None:
         return None
-    most = settings.rectify.rectify_max_batch, max_tokens
-    due = due_rows(pending, intervals, *most)
+    alone, most = settings.decode.deterministic, (settings.rectify.rectify_max_batch, max_tokens)
+    due = ripe_rows(pending, intervals) if alone else due_rows(pending, intervals, *most)
     urgent = bool(due)
     if shared and not due:
         due = due_rows(pending, intervals, *most, anyway=True)
@@ -139,7 +107,13 @@ def plan_step(
         return None
     spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
     late = [max(0, pending[row] - intervals[row]) for row in due]
-    parts = divide([(span.tokens, span.end) for span in spans]) if divide else [list(range(len(due)))]
+    if alone:
+        ends = accumulate((len(group) for group in grouped(spans, len(due), max_tokens)), initial=0)
+        parts = [list(range(first, last)) for first, last in pairwise(ends)]
+    elif divide:
+        parts = divide([(span.tokens, span.end) for span in spans])
+    else:
+        parts = [list(range(len(due)))]
     return Rectification(batch, due, spans, late, parts, urgent=urgent)
 
 

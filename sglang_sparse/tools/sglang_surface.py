@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sparse.hooks.apply import parameters_of
+from sglang_sparse.hooks.deterministic import DETERMINISTIC_LIMITS
 from sglang_sparse.hooks.limits import (
     COMPACT_LIMITS,
     DECODE_LIMITS,
@@ -121,6 +122,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     record: Any = ServerArgs
     own = (
         *DECODE_LIMITS,
+        *DETERMINISTIC_LIMITS,
         *DISAGGREGATION_LIMITS,
         *WINDOW_LIMITS,
         *VERIFY_LIMITS,

@@ -46,6 +46,7 @@ FLAGS: tuple[Mapping[str, object], ...] = (
     {"enable_lora": True},
     {"speculative_algorithm": SPARSE_SELF},
     {"speculative_algorithm": "EAGLE3"},
+    {"enable_deterministic_inference": True},
 )
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Fields that may make a method fit.

@@ -253,7 +253,8 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
     vars(backend.dense).update(init_forward_metadata_out_graph=prepare, req_to_token_pool=SimpleNamespace())
     backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
     backend._graph_views = (allocate_view(2, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64)),)
-    settings: Any = SimpleNamespace(name="resa", config=SimpleNamespace(dense_fallback="auto"))
+    config, decode = SimpleNamespace(dense_fallback="auto"), SimpleNamespace(deterministic=False)
+    settings: Any = SimpleNamespace(name="resa", config=config, decode=decode)
     variants = cuda_graphs.GraphVariants(backend, settings)
     try:
         for size in (2, 1, 2, 1):
@@ -289,15 +290,19 @@ def test_the_dense_backend_prepares_what_it_has_a_part_in(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "fallback", "labels"),
+    ("name", "fallback", "alone", "labels"),
     [
-        ("resa", "auto", (cuda_graphs.DENSE, cuda_graphs.SPARSE)),
-        ("resa", "never", (cuda_graphs.SPARSE,)),
-        (None, "auto", (cuda_graphs.DENSE,)),
+        ("resa", "auto", False, (cuda_graphs.DENSE, cuda_graphs.SPARSE)),
+        ("resa", "never", False, (cuda_graphs.SPARSE,)),
+        ("resa", "auto", True, (cuda_graphs.SPARSE,)),
+        (None, "auto", False, (cuda_graphs.DENSE,)),
     ],
 )
-def test_graphs_that_no_batch_would_replay_are_not_captured(name: str | None, fallback: str, labels: Any) -> None:
-    settings: Any = SimpleNamespace(name=name, config=SimpleNamespace(dense_fallback=fallback))
+def test_graphs_that_no_batch_would_replay_are_not_captured(
+    name: str | None, fallback: str, alone: bool, labels: Any
+) -> None:
+    config, decode = SimpleNamespace(dense_fallback=fallback), SimpleNamespace(deterministic=alone)
+    settings: Any = SimpleNamespace(name=name, config=config, decode=decode)
     variants = cuda_graphs.GraphVariants(make_backend(), settings)
     assert variants.capture_labels == labels
     if name is None:

@@ -44,6 +44,22 @@ def test_rows_run_as_their_requests_asked() -> None:
     assert plan.covered.tolist() == [False, False, True, False]
 
 
+@pytest.mark.parametrize("lengths", [[20, 300], [8000, 8000], [20000, 1000, 4096]])
+def test_with_deterministic_inference_a_row_runs_as_it_would_alone(lengths: list[int]) -> None:
+    """Always by the sparse kernels, which round otherwise than the dense backend; and none writes exact KV."""
+    settings = build("resa", {})
+    settings.decode.deterministic = True
+    asked = parse_options(settings, {"sparse": False})
+    for options in (), [asked, *[parse_options(settings, {})] * (len(lengths) - 1)]:
+        plan = plan_decode(settings.decode, torch.tensor(lengths), options)
+        rows = [
+            plan_decode(settings.decode, torch.tensor([length]), options[i : i + 1]) for i, length in enumerate(lengths)
+        ]
+        assert plan.sparse and all(row.sparse for row in rows)
+        assert plan.groups[0].n_select.tolist() == [int(row.groups[0].n_select) for row in rows]
+        assert not plan.covered.any() and not any(row.covered.any() for row in rows)
+
+
 @pytest.mark.parametrize("given", [{}, {"min_seq_len": 0, "crossover_tokens": 0}, {"crossover_tokens": "auto"}])
 def test_never_leaves_no_limits(given: dict[str, object]) -> None:
     config = build("resa", {"dense_fallback": "never", **given}).config

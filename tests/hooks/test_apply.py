@@ -24,6 +24,8 @@ from sglang_sparse.hooks import apply as hooks
 from sglang_sparse.hooks import model_runner
 from sglang_sparse.hooks.refusals import require_weights
 
+PLAIN = {"enable_deterministic_inference": False, "rl_on_policy_target": None}
+
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_gpu_machine_imports_nothing_for_methods_that_do_not_run(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +47,9 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: HookRegistry._patched.update(hooked))
     args = {"sparse_method": method, "sparse_prefill_method": None, "sparse_config": config, "load_format": "dummy"}
-    runner = SimpleNamespace(server_args=SimpleNamespace(**args), model_config=None, model=None, is_draft_worker=False)
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(**args, **PLAIN), model_config=None, model=None, is_draft_worker=False
+    )
     monkeypatch.setattr(model_runner, "require_layers", lambda *_: None)
     loaded: list[list[str]] = []
     model_runner.hook_method(lambda _: loaded.append(list(hooked)), runner)
@@ -63,7 +67,8 @@ def test_weights_that_came_with_the_load_are_judged_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By its name alone: nothing is at hand before."""
-    args: Any = SimpleNamespace(sparse_method="dsa", sparse_prefill_method=None, sparse_config="{}", load_format="auto")
+    flags = {"sparse_method": "dsa", "sparse_prefill_method": None, "sparse_config": "{}", "load_format": "auto"}
+    args: Any = SimpleNamespace(**flags, **PLAIN)
     text = SimpleNamespace(index_n_heads=32, index_head_dim=128)
     names = {"model_path": "someone/model", "revision": None, "num_hidden_layers": 2}
     config = SimpleNamespace(**names, hf_text_config=text, hf_config=SimpleNamespace(architectures=["Deepseek"]))

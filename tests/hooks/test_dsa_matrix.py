@@ -29,6 +29,8 @@ REFUSED = {
     "attention_backend": OTHER_BACKEND,
     "decode_attention_backend": OTHER_BACKEND,
     "prefill_attention_backend": OTHER_BACKEND,
+    "enable_deterministic_inference": OTHER_BACKEND,
+    "rl_on_policy_target": OTHER_BACKEND,
 }
 # A local model, which no part of a resolution looks into.
 DRAFT = Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa"

@@ -18,7 +18,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import DRAFTERS
-from sglang_sparse.hooks import limits, model_limits
+from sglang_sparse.hooks import deterministic, limits, model_limits
 from sglang_sparse.methods import registry, rocketkv, support
 from sglang_sparse.methods.dsa import decode
 
@@ -26,7 +26,10 @@ from sglang_sparse.methods.dsa import decode
 LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
 # Those that no method serves, and those of one method, by their names.
 LIMITS = {
-    name: found for of in (limits, decode, rocketkv) for name, found in vars(of).items() if name.endswith("_LIMITS")
+    name: found
+    for of in (limits, deterministic, decode, rocketkv)
+    for name, found in vars(of).items()
+    if name.endswith("_LIMITS")
 }
 DRAFTS = {"sparse_method": "resa", "speculative_algorithm": "SPARSE_SELF"}
 COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
@@ -96,14 +99,28 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("unified memory pool", "enable_unified_memory"),
             on("page-major KV layout", "enable_page_major_kv_layout"),
             on("torch.compile", "enable_torch_compile"),
-            on("deterministic inference", "enable_deterministic_inference"),
-            on("deterministic inference", "rl_on_policy_target", "fsdp"),
             on("embedding serving", "is_embedding"),
             on("embedding serving", "prefill_only_disable_kv_cache"),
             on("radix cache backend", "radix_cache_backend", "other"),
             on("KV cache dtype", "kv_cache_dtype", "nvfp4"),
             on("the KV canary", "kv_canary", "raise"),
             Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", value="other"),
+        ),
+    ),
+    "DETERMINISTIC_LIMITS": (
+        {
+            "sparse_method": "resa",
+            "sparse_config": {"rectify_interval": 0},
+            "enable_deterministic_inference": True,
+        },
+        "--sparse-method resa with deterministic inference cannot run with ",
+        (
+            on("--speculative-algorithm", "speculative_algorithm", "EAGLE"),
+            on("mixed chunk", "enable_mixed_chunk"),
+            on("priority preemption", "enable_priority_scheduling"),
+            on("data-parallel attention", "enable_dp_attention"),
+            on("pipeline parallelism", "pp_size", 2),
+            on("--disaggregation-mode", "disaggregation_mode", "decode"),
         ),
     ),
     "DECODE_LIMITS": (

@@ -5,14 +5,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import rectification
+from sglang_sparse.scheduler.due_rows import due_rows, ripe_rows
 from sglang_sparse.scheduler.partial_batch import Span
-from sglang_sparse.scheduler.rectification import due_rows, grouped
+from sglang_sparse.scheduler.rectification import grouped
+from sglang_sparse.scheduler.request_state import ATTRIBUTE
 
 
 def run(
@@ -207,3 +210,23 @@ def test_results_that_raise_release_whom_they_held_and_leave_the_tree_as_it_was(
     with pytest.raises(KeyError, match="SGLang"):
         rectification.follow_results(process, scheduler, batch, None)
     assert released == [(request, True)] and not vars(scheduler.tree_cache)
+
+
+def test_alone_a_row_is_due_when_its_interval_is_reached_and_neither_sooner_nor_later() -> None:
+    assert ripe_rows([31, 32, 33, 500, 8, 1], [32, 32, 32, 0, 8, 2]) == [1, 2, 4]
+    # However many are due, and however few another pass would take along.
+    assert ripe_rows([8] * 100, [8] * 100) == list(range(100))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_rows_that_are_due_alone_share_passes_of_a_chunk(deterministic: bool) -> None:
+    lengths, exact = [140, 300, 90, 250, 77], [108, 268, 58, 240, 77]
+    options = SimpleNamespace(rectify_interval=32)
+    states = [SimpleNamespace(shareable_len=start, options=options) for start in exact]
+    requests: Any = [SimpleNamespace(**{ATTRIBUTE: state}) for state in states]
+    batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests)
+    served = build("resa", {"rectify_max_batch": 1})
+    served.decode.deterministic = deterministic
+    step = rectification.plan_step(served, batch, 64)
+    assert step is not None and step.late == [0] * len(step.due)
+    assert (step.due, step.parts) == (([0, 1, 2], [[0, 1], [2]]) if deterministic else ([0], [[0]]))

@@ -123,6 +123,14 @@ PROOFS: Mapping[Cell, str] = {
         for method in ("resa", "robsa", "rocketkv", DECODE_SKIP, "anchor", PREFILL_SKIP)
     },
     Cell("`--enable-lora`", "dsa"): "tests/hooks/test_dsa_matrix.py::test_deployments",
+    **{
+        Cell("`--enable-deterministic-inference`", method): _SERVER.format("deterministic") + proof
+        for method, proof in (
+            ("resa", "a_row_is_alone_with_resa"),
+            ("rocketkv", "a_row_is_alone_with_other_methods"),
+            ("robsa", "a_row_is_alone_with_mla"),
+        )
+    },
     Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",

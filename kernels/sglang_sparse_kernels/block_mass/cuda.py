@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from ..common import nvrtc
-from ..common.launch import LOG2_E, dependent_launch, num_processors
+from ..common.launch import LOG2_E, dependent_launch, num_processors, planned_rows
 from ..common.scratch import LIMIT, rows_at_once
 
 SOURCE, MERGE = (Path(__file__).with_name(name) for name in ("cuda.cu", "merge.cu"))
@@ -106,7 +106,7 @@ def num_splits(batch: int, tiles: int, resident: int) -> int:
         tiles: of the longest row that may come.
         resident: blocks that the GPU runs at once.
     """
-    return min(tiles, max(1, resident // batch))
+    return min(tiles, max(1, resident // planned_rows(batch)))
 
 
 def cluster_of(splits: int, clusters: bool) -> int:

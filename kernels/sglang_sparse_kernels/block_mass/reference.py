@@ -2,7 +2,10 @@
 
 import torch
 
+from ..common.row_by_row import row_by_row
 
+
+@row_by_row("q", "block_table", "n_blocks", "last_slots")
 def block_mass(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors, planned_rows
 from ..common.scratch import LIMIT, rows_at_once
 
 _MAX_HEADS = 128
@@ -290,7 +290,7 @@ def _table_bytes(tables: tuple[_Table, _Table]) -> int:
 def _num_splits(batch: int, heads: int, tiles: int, config: Config, device: torch.device) -> int:
     """Splits of each row."""
     programs = config.programs_per_processor * num_processors(device)
-    return min(tiles, max(1, programs // (batch * triton.cdiv(heads, _block_heads(heads)))))
+    return min(tiles, max(1, programs // (planned_rows(batch) * triton.cdiv(heads, _block_heads(heads)))))
 
 
 def scratch_bytes(

@@ -37,6 +37,18 @@ class Properties:
 stand_in = Properties((8, 0), 4, 166912)
 
 
+# A launch that splits rows by their number sums up a row in an order that depends on the batch. Whoever needs the same
+# bits in every batch puts a number here that all launches are planned for, such as `FEW_ROWS`: as many splits as fill
+# a GPU with few rows, and not so many that those of many rows take much memory. None plans each for its own rows.
+FEW_ROWS = 4
+fixed_rows: int | None = None
+
+
+def planned_rows(batch: int) -> int:
+    """Rows that a launch over a batch is planned for, see ``fixed_rows``."""
+    return batch if fixed_rows is None else fixed_rows
+
+
 @functools.cache
 def _properties(device: torch.device) -> Properties:
     found = torch.cuda.get_device_properties(device)

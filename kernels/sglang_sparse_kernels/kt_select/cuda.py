@@ -23,7 +23,7 @@ import torch
 
 from ..block_mass.cuda import float_bits
 from ..common import nvrtc
-from ..common.launch import LOG2_E, dependent_launch, num_processors
+from ..common.launch import LOG2_E, dependent_launch, num_processors, planned_rows
 from ..common.scratch import LIMIT, most_bytes, rows_at_once
 
 SOURCE = Path(__file__).with_name("cuda.cu")
@@ -129,7 +129,7 @@ def kt_select(
     if row_bytes := _row_bytes(num_q_heads, heads, width):
         rows = rows_at_once(batch, row_bytes, limit)
         scratch = torch.empty(rows, num_q_heads, width, dtype=torch.float32, device=q.device)
-    config = config or config_of(rows * heads, num_processors(q.device), dependent_launch(q.device))
+    config = config or config_of(planned_rows(rows) * heads, num_processors(q.device), dependent_launch(q.device))
     kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, topr, config)
     sizes = (q.stride(0), q.stride(1), kept.shape[2], by_row[1].stride(0), width, topr, float_bits(scale * LOG2_E))
     for first in range(0, batch, rows):

@@ -2,10 +2,13 @@
 
 import torch
 
+from ..common.row_by_row import row_by_row
+
 # A page without a finite bound comes before every page with one, and after the local pages.
 UNBOUNDED = torch.finfo(torch.float32).max
 
 
+@row_by_row("q", "page_table", "n_pages")
 def page_score(
     q: torch.Tensor,
     summary: torch.Tensor,

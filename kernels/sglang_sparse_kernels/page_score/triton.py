@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.float8 import converts_float8, four_numbers
-from ..common.launch import await_inputs, dependent_launch, num_processors
+from ..common.launch import await_inputs, dependent_launch, num_processors, planned_rows
 from .reference import UNBOUNDED
 
 _NUM_WARPS = 4
@@ -163,15 +163,15 @@ def page_score(
         return out
     # Float8 is loaded in words of four: the compiler would take single bytes apart as soon as they arrive.
     packed = 4 if summary.dtype == torch.float8_e4m3fn and dim % 4 == 0 else 1
-    programs = config.programs_per_processor * num_processors(q.device)
+    programs, pairs = config.programs_per_processor * num_processors(q.device), planned_rows(batch) * heads
     entry_bytes = summary.element_size() * packed
     block_entries = triton.next_power_of_2(dim // packed)
     block_pages = max(1, config.block_bytes // (2 * block_entries * entry_bytes))
-    if batch * heads * triton.cdiv(width, block_pages) <= programs:
+    if pairs * triton.cdiv(width, block_pages) <= programs:
         block_pages *= 2
     block_pages = min(block_pages, triton.next_power_of_2(width))
     lanes = min(block_pages, max(1, _NUM_WARPS * _WARP_BYTES // (block_entries * entry_bytes)))
-    per_row = min(triton.cdiv(width, block_pages), max(1, programs // (batch * heads)))
+    per_row = min(triton.cdiv(width, block_pages), max(1, programs // pairs))
     dependent = dependent_launch(q.device)
     _page_score_kernel[(heads, per_row, batch)](
         q,

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..common import nvrtc
-from ..common.launch import dependent_launch, num_processors
+from ..common.launch import dependent_launch, num_processors, planned_rows
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 _ITEMS = (4, 8, 16, 32)
@@ -128,7 +128,7 @@ def page_topk(
         return out
     if shape is None:
         processors = num_processors(scores.device) if dependent_launch(scores.device) else 0
-        shape = shape_of(width, batch * heads, processors)
+        shape = shape_of(width, planned_rows(batch) * heads, processors)
     num_parts = 0
     if parts is not None:
         num_parts, shape = parts.shape[2], replace(shape, voters=scores.shape[1] // heads)

@@ -14,7 +14,7 @@ import torch
 
 from ..block_mass.cuda import float_bits
 from ..common import nvrtc
-from ..common.launch import LOG2_E, capability, num_processors
+from ..common.launch import LOG2_E, capability, num_processors, planned_rows
 from ..page_centroids import count_of, record_bytes
 from ..page_score.cuda import DIMS, KINDS, WARPS, blocks_of
 from ..page_topk import cuda as topk
@@ -75,7 +75,7 @@ def _kernel(device: torch.device, dim: int, group: int, count: int, query: torch
 
 def scratch(q: torch.Tensor, summary: torch.Tensor, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Empty logits and parts of ``rows`` rows of ``width`` pages, see `leave_logits`."""
-    blocks = parts_of(q.device, width, rows * summary.shape[1])
+    blocks = parts_of(q.device, width, planned_rows(rows) * summary.shape[1])
     options = {"dtype": torch.float32, "device": q.device}
     return torch.empty(rows, q.shape[1], width, **options), torch.empty(rows, q.shape[1], blocks, 2, **options)
 

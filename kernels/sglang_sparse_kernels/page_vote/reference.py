@@ -4,10 +4,12 @@ import math
 
 import torch
 
+from ..common.row_by_row import row_by_row
 from ..page_centroids.reference import unpack
 from ..page_score.reference import UNBOUNDED
 
 
+@row_by_row("q", "page_table", "n_pages")
 def page_vote(
     q: torch.Tensor,
     summary: torch.Tensor,

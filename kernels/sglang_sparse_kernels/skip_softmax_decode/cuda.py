@@ -17,7 +17,7 @@ import torch
 from ..block_mass.cuda import float_bits
 from ..common import nvrtc
 from ..common.flash_decode import combine, split_bytes, split_tensors
-from ..common.launch import LOG2_E, capability, dependent_launch, num_processors, properties
+from ..common.launch import LOG2_E, capability, dependent_launch, num_processors, planned_rows, properties
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS, Inputs
 
 SOURCE = Path(__file__).with_name("cuda.cu")
@@ -123,7 +123,7 @@ def scratch_bytes(
 ) -> int:
     """See ``skip_softmax_decode.scratch_bytes``; for what ``takes_sizes`` allows."""
     config = config_of(dim, device) or CONFIGS[-1]
-    splits = splits_of(batch * heads[1], pages, page_size, config, device)
+    splits = splits_of(planned_rows(batch) * heads[1], pages, page_size, config, device)
     return split_bytes(batch * heads[0], splits, dim, torch.float32, narrow=False)
 
 
@@ -148,7 +148,8 @@ def skip_softmax_decode(
     if batch == 0:
         return out
     config = config or config_of(dim, q.device) or CONFIGS[-1]
-    splits = splits_of(batch * heads, usual_pages or page_table.shape[1], page_size, config, q.device)
+    pages = usual_pages or page_table.shape[1]
+    splits = splits_of(planned_rows(batch) * heads, pages, page_size, config, q.device)
     partial, lse = split_tensors(batch * num_q_heads, splits, dim, torch.float32, False, q.device)
     kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, config)
     rows = (page_table, inputs.n_pages, inputs.last_slots, inputs.threshold_scale_factor)

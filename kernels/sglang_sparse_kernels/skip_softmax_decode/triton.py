@@ -12,7 +12,7 @@ import triton.language as tl
 from triton import knobs
 
 from ..common.flash_decode import combine, hand_on, num_splits, split_tensors
-from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors, planned_rows
 from ..common.paged_prefill import load_rows
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS, Inputs
 
@@ -265,7 +265,7 @@ def plan(
     """
     config = config or default_config(dim, v_dim, q_heads // heads)
     programs = config.programs_per_processor * num_processors(device)
-    return config, num_splits(batch * heads, pages, BLOCK_KEYS // page_size, programs)
+    return config, num_splits(planned_rows(batch) * heads, pages, BLOCK_KEYS // page_size, programs)
 
 
 def skip_softmax_decode(

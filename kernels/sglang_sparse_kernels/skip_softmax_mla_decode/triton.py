@@ -20,6 +20,7 @@ from ..common.launch import (
     dependent_launch,
     most_latent_rows,
     num_processors,
+    planned_rows,
     properties,
 )
 from ..skip_softmax_decode.reference import BLOCK_KEYS, LOCAL_BLOCKS
@@ -266,7 +267,7 @@ def plan(
     config = config or default_config(num_heads, properties(device))
     tiles = triton.cdiv(num_heads, config.block_heads)
     programs = config.programs_per_processor * num_processors(device)
-    return config, tiles, num_splits(batch * tiles, pages, BLOCK_KEYS // page_size, programs)
+    return config, tiles, num_splits(planned_rows(batch) * tiles, pages, BLOCK_KEYS // page_size, programs)
 
 
 def skip_softmax_mla_decode(

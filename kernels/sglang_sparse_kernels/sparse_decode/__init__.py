@@ -7,6 +7,7 @@ Flash-Decoding.
 import torch
 
 from ..common import checks
+from ..common.launch import planned_rows
 from . import reference
 
 
@@ -86,7 +87,8 @@ def sparse_decode(
     from . import cuda, triton
 
     tokens = (usual_pages or indices.shape[2]) * page_size
-    config = cuda.config_of(counts.numel(), tokens, q.device) if queries == 1 else None
+    pairs = planned_rows(counts.shape[0]) * counts.shape[1]
+    config = cuda.config_of(pairs, tokens, q.device) if queries == 1 else None
     if config is not None and cuda.takes(q, k_cache, v_cache, out):
         return cuda.sparse_decode(inputs, out, config)
     return triton.sparse_decode(inputs, out, usual_pages=usual_pages, arrivals=arrivals)

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from ..common.flash_decode import num_splits
-from ..common.launch import num_processors, properties
+from ..common.launch import num_processors, planned_rows, properties
 
 # Numbers that a warp can hold when it combines splits.
 _FUSED_WARP = 2048
@@ -63,16 +63,16 @@ def plan(
     Returns:
         Its parameters, the pages of a tile, and the splits of each row and KV head.
     """
-    processors = num_processors(device)
+    processors, pairs = num_processors(device), planned_rows(batch) * heads
     if config is None:
         row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
-        tokens = batch * heads * pages * page_size // processors
+        tokens = pairs * pages * page_size // processors
         config = default_config(row_bytes, tokens)
         deep = _DEEP_TOKENS <= tokens < _DEEP_BELOW and row_bytes == 512
-        if deep and _fits_deep(batch * heads, group, v_dim, device):
+        if deep and _fits_deep(pairs, group, v_dim, device):
             config = _DEEP
     tile_pages = max(config.block_tokens, page_size) // page_size
-    splits = num_splits(batch * heads, pages, tile_pages, config.programs_per_processor * processors)
+    splits = num_splits(pairs, pages, tile_pages, config.programs_per_processor * processors)
     return config, tile_pages, splits
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..common.row_by_row import row_by_row
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -22,6 +24,7 @@ class Inputs:
     queries: int = 1
 
 
+@row_by_row("q", "indices", "counts", "last_slots")
 def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     """See ``sparse_decode.sparse_decode``."""
     q, k_cache, v_cache = inputs.q, inputs.k_cache, inputs.v_cache

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..common import launch
 from ..common.launch import capability, num_processors
 from .reference import Inputs
 from .triton import selected_tokens
@@ -77,8 +78,11 @@ def has_kernel(latent_dim: int, block_size: int, dtype: torch.dtype, device: tor
 def serves(
     batch: int, num_heads: int, latent_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether calls of these sizes come here, if FA3 ``takes`` their tensors."""
-    return faster(batch, num_heads) and has_kernel(latent_dim, block_size, dtype, device)
+    """Whether calls of these sizes come here, if FA3 ``takes`` their tensors.
+
+    None does with ``launch.fixed_rows``: FA3 splits a row by the lengths of the others.
+    """
+    return launch.fixed_rows is None and faster(batch, num_heads) and has_kernel(latent_dim, block_size, dtype, device)
 
 
 def takes(

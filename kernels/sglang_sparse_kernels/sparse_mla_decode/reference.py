@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..common.row_by_row import row_by_row
 from ..latent_rows.reference import read_latents
 from ..sparse_decode.reference import token_slots
 
@@ -26,6 +27,7 @@ class Inputs:
     kv_scale: float
 
 
+@row_by_row("q_nope", "q_rope", "indices", "counts", "last_slots")
 def sparse_mla_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     """See ``sparse_mla_decode.sparse_mla_decode``: all query heads share one key, which holds its value."""
     for first in range(0, len(out), _ROWS):

@@ -24,6 +24,7 @@ from ..common.launch import (
     dependent_launch,
     most_latent_rows,
     num_processors,
+    planned_rows,
     properties,
 )
 from ..latent_rows.reference import TILE
@@ -304,7 +305,8 @@ def plan(
     block_heads = min(config.block_heads, max(MIN_DOT, triton.next_power_of_2(num_heads)))
     tile_blocks = max(config.block_tokens, block_size) // block_size
     programs = config.programs_per_processor * num_processors(device)
-    splits = num_splits(batch * triton.cdiv(num_heads, block_heads), blocks, tile_blocks, programs)
+    tiles = planned_rows(batch) * triton.cdiv(num_heads, block_heads)
+    splits = num_splits(tiles, blocks, tile_blocks, programs)
     return config, block_heads, tile_blocks, splits
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sglang_cpu_platform import invariant
+
 ROWS = 128  # query rows per kernel call: bounds the mask, and how much of it is wasted
 
 
@@ -59,8 +61,12 @@ def decode(
     encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes only."""
-    if k_cache.shape[-1] != v_cache.shape[-1] and encoder_lens is None and options["sliding_window_size"] is None:
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes only.
+
+    And with deterministic inference, where it must give what a prefill of the same token does.
+    """
+    ours = k_cache.shape[-1] != v_cache.shape[-1] or invariant.enabled()
+    if ours and encoder_lens is None and options["sliding_window_size"] is None:
         caches = (k_cache, v_cache, req_to_token)
         return _attend(query, output, *caches, req_pool_indices, seq_lens, torch.ones_like(seq_lens), options)
     cached = (req_to_token, req_pool_indices, seq_lens, encoder_lens)
@@ -82,7 +88,7 @@ def _attend(
 
     ``query`` and ``output`` are ``[tokens, heads, dim]``, the caches ``[slots, kv_heads, dim]``.
     """
-    width = v_cache.shape[-1]
+    width, step = v_cache.shape[-1], 1 if invariant.enabled() else ROWS
     start = 0
     for row, length, new in zip(req_pool_indices.tolist(), seq_lens.tolist(), new_lens.tolist(), strict=True):
         slots = req_to_token[row, :length]
@@ -90,8 +96,8 @@ def _attend(
         values = v_cache[slots].to(query.dtype).transpose(0, 1).unsqueeze(0)
         # The flash kernel wants equal sizes; zeros change nothing and are cut off again.
         values = pad(values, (0, keys.shape[-1] - width))
-        for first in range(0, new, ROWS):
-            last = min(first + ROWS, new)
+        for first in range(0, new, step):
+            last = min(first + step, new)
             seen = length - new + last
             rows = slice(start + first, start + last)
             attended = scaled_dot_product_attention(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_cpu_platform import adapters, attention, sparse_mla, speculation
+from sglang_cpu_platform import adapters, attention, invariant, sparse_mla, speculation
 
 
 def limit_threads(**_: Any) -> None:
@@ -107,6 +107,7 @@ _LORA = "sglang.srt.lora.deepseek_mla_correction"
 _BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "sglang.srt.distributed.bootstrap._bind_threads_if_cpu": (limit_threads, HookType.REPLACE),
+    "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": (invariant.enable, HookType.REPLACE),
     "torch.cuda.get_device_capability": (device_capability, HookType.REPLACE),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": (keep_kv_dtype, HookType.REPLACE),
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": (rope_on_cpu, HookType.AROUND),

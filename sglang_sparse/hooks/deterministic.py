@@ -1,0 +1,89 @@
+"""What a sparse server refuses with deterministic inference, where a row's output is a function of the row alone.
+
+Methods, kernels and rectification keep to that rule, see "Deterministic inference" in ``docs/operations.md``. Refused
+is what decides about a row by its neighbours, and what is not proven yet.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from sglang_sparse.config.arguments import deterministic
+from sglang_sparse.errors import SparseArgumentError
+from sglang_sparse.hooks.refusals import require_none
+from sglang_sparse.methods.roles import prompt_selectors
+from sglang_sparse.methods.support import FlagLimit
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.settings import Settings
+
+_OTHER_RANKS = "a rank runs passes for the rows of others"
+
+DETERMINISTIC_LIMITS = (
+    FlagLimit(
+        "--speculative-algorithm",
+        lambda args: args.speculative_algorithm,
+        "the tokens of a pass depend on the drafts that were accepted before; not proven yet, leave it out",
+    ),
+    FlagLimit(
+        "mixed chunk",
+        lambda args: args.enable_mixed_chunk or None,
+        "a row decodes in another pass where a prompt runs along; leave out --enable-mixed-chunk",
+    ),
+    FlagLimit(
+        "priority preemption",
+        lambda args: (args.enable_priority_scheduling and not args.disable_priority_preemption) or None,
+        "a preempted request is prefilled again, which makes its sparse KV exact; add --disable-priority-preemption",
+    ),
+    FlagLimit(
+        "data-parallel attention",
+        lambda args: args.enable_dp_attention or None,
+        f"{_OTHER_RANKS}; leave out --enable-dp-attention",
+    ),
+    FlagLimit(
+        "pipeline parallelism",
+        lambda args: args.pp_size if (args.pp_size or 1) > 1 else None,
+        "not proven yet; allowed: --pp-size 1",
+    ),
+    FlagLimit(
+        "--disaggregation-mode",
+        lambda args: mode if (mode := args.disaggregation_mode) != "null" else None,
+        "not proven yet; allowed: null",
+    ),
+)
+
+
+def require(args: Arguments, settings: Settings) -> None:
+    """Refuse what makes a row's output depend on other rows, on a server with deterministic inference.
+
+    Args:
+        args: the server's arguments, before SGLang resolves them.
+        settings: the methods.
+
+    Raises:
+        SparseArgumentError: names the flag or the field, its value, the reason, and what to type.
+    """
+    if not deterministic(args):
+        return
+    where = "with deterministic inference"
+    if settings.method.selects_in_model:
+        message = f"{settings.flag} {where}: SGLang would attend to everything and not say so: nothing of DSA would run"
+        raise SparseArgumentError(message, field="--sparse-method", got=settings.name)
+    require_none(args, DETERMINISTIC_LIMITS, f"{settings.flag} {where} cannot run with")
+    if settings.prefill:
+        message = f"{settings.prefill_flag} {where}: sparse prefill is not proven yet"
+        allowed = "leave out --sparse-prefill-method"
+        if settings.comes_along:
+            field = settings.decode.configs[0].phase_fields[0]
+            allowed = f"--sparse-config of decode alone, {json.dumps({field: {'decode': 1000}})}"
+        raise SparseArgumentError(message, field="--sparse-prefill-method", got=settings.prefill_name, allowed=allowed)
+    for config in settings.decode.configs:
+        if (got := config.crossover_tokens) not in (0, "auto"):
+            message = f"{settings.flag} {where}: whether a row runs sparse would depend on the tokens of the others"
+            raise SparseArgumentError(message, field="crossover_tokens", got=got, allowed='0 or "auto"')
+    if any(method.compacts for method in prompt_selectors(settings.decode.methods)):
+        message = f"{settings.flag} {where}: when a prompt is compacted depends on the memory that others take"
+        allowed = '{"eviction": "visibility"}'
+        raise SparseArgumentError(message, field="eviction", got="compact", allowed=allowed)
