@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 
 from ..common import checks
-from ..common.row_by_row import row_by_row
 from ..page_score.reference import UNBOUNDED
 from ..page_topk import page_topk
 
@@ -63,7 +62,6 @@ def visible_blocks(
     return out
 
 
-@row_by_row("q", "candidates", "n_candidates")
 def kt_score(
     q: torch.Tensor,
     summary: torch.Tensor,
