@@ -137,7 +137,7 @@ FLAG_LIMITS = (
     FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
     FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
     FlagLimit("bounded replay of windows", _set("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
-    FlagLimit("LoRA with data-parallel attention", lambda args: _attends_apart(args) and _LORA(args), "not proven yet"),
+    FlagLimit("LoRA with --enable-dp-attention", lambda args: _attends_apart(args) and _LORA(args), "not proven yet"),
     FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
     FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
     FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
@@ -302,7 +302,7 @@ DRAFT_LIMITS = (
         ),
         "it follows from --speculative-num-steps; leave it out",
     ),
-    FlagLimit("LoRA", _LORA, "SGLang's buffers of adapters have one width, and a round has passes of two"),
+    FlagLimit("LoRA", _LORA, "SGLang's buffers of adapters have one width, and a round two; leave out --lora-paths"),
     FlagLimit("a draft model", _set("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
     FlagLimit("settings of other speculative algorithms", _other_drafting, "they would do nothing; leave them out"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
@@ -324,7 +324,9 @@ CHECK_LIMITS = (
     ),
     FlagLimit("data-parallel attention", _attends_apart, "a rank cannot recompute without the others"),
     FlagLimit("pipeline parallelism", _above_one("pp_size"), "a stage cannot recompute without the others"),
-    FlagLimit("--enable-lora-overlap-loading", _set("enable_lora_overlap_loading"), "a check loads adapters, too"),
+    FlagLimit(
+        "--enable-lora-overlap-loading", _set("enable_lora_overlap_loading"), "a check loads adapters; leave it out"
+    ),
 )
 
 COMPACT_LIMITS = (

@@ -93,7 +93,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("attention context parallelism", "attn_cp_size", 2),
             on("KV cache sharding", "enable_kv_cache_sharding"),
             on("bounded replay of windows", "enable_encoder_swa_bounded_replay"),
-            Trigger("LoRA with data-parallel attention", {"enable_lora": True, "enable_dp_attention": True}),
+            Trigger("LoRA with --enable-dp-attention", {"enable_lora": True, "enable_dp_attention": True}),
             on("diffusion LLM decoding", "dllm_algorithm", "LowConfidence"),
             on("HiSparse", "enable_hisparse"),
             on("unified memory pool", "enable_unified_memory"),
