@@ -47,7 +47,6 @@ class Arguments:
     elastic_ep_backend: str | None
     enable_deterministic_inference: bool
     enable_dp_attention: bool
-    enable_lora: bool | None
     enable_mixed_chunk: bool
     grpc_mode: bool
     kv_cache_dtype: str

@@ -71,7 +71,8 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             dsa_flags.disable_prefill_graphs(args, settings)
         for text in (*settings.decode.warnings(), *of_prefill):
             logger.warning("sglang_sparse: %s", text)
-        if args.enable_lora and (calibrated := _calibrated(settings)):
+        # SGLang turns the paths into the flag later.
+        if (args.enable_lora or args.lora_paths) and (calibrated := _calibrated(settings)):
             message = (
                 "sglang_sparse: the calibration of %s is of the base model; requests with an adapter run by it, too"
             )

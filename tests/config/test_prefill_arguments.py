@@ -57,6 +57,16 @@ def test_a_threshold_that_nobody_chose_is_warned_of(
     assert sum("which nobody chose for this model" in line for line in caplog.messages) == times
 
 
+@pytest.mark.parametrize("fields", [{}, {"calibration": {"target_recall": 0.95}}])
+@pytest.mark.parametrize("paths", [None, ["a=adapter"]])
+def test_a_calibration_is_warned_of_where_there_are_adapters(
+    qwen3: str, fields: dict[str, object], paths: list[str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolve(qwen3, **PREFILL, sparse_prefill_config=json.dumps(fields), chunked_prefill_size=4096, lora_paths=paths)
+    warned = any("the calibration of anchor is of the base model" in line for line in caplog.messages)
+    assert warned is bool(fields and paths)
+
+
 def test_a_position_that_is_no_end_of_a_group_is_warned_of() -> None:
     for asked, begins in ((0, 2048), (2049, 4096), (2048, None), ("auto", None)):
         prefill = config.build(None, {}, "anchor", {"theta": 12.0, "crossover_tokens": asked}).prefill
