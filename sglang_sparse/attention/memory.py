@@ -26,7 +26,7 @@ from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.layers import parse_layers
+from sglang_sparse.methods.layers import listed, parse_layers
 from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 from sglang_sparse.methods.shared_selection import SHARED_BYTES, SharedSelection
 
@@ -376,11 +376,9 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
         return
     kernels = "reference" if pools.overflow.device.type == "cpu" else "triton"
     logger.info(
-        "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
-        "kernels %s",
+        "sglang_sparse: method %s, %s, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; kernels %s",
         settings.decode.described,
-        len(layers),
-        model.num_layers,
+        listed(layers, model.num_layers),
         page_size,
         ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "no summaries",
         per_token,

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse.attention.protocols import KVPool, RadixAttention
 from sglang_sparse.attention.selection_counts import sum_counts
-from sglang_sparse.methods.layers import names_layer
+from sglang_sparse.methods.layers import listed, names_layer
 from sglang_sparse.methods.prefill import PrefillInputs, PrefillSpan
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class PrefillPath:
     def describe(self, num_layers: int) -> str:
         """Say in a line what runs of a model of ``num_layers``."""
         kernels = "reference" if self._req_to_token.device.type == "cpu" else "triton"
-        groups, layers = self.groups, f"{len(self.layers)} of {num_layers} layers"
+        groups, layers = self.groups, listed(self.layers, num_layers)
         return (
             f"prefill {groups.described}, {layers}, groups of {groups.group_tokens} tokens, "
             f"dense below position {groups.dense_below}; kernels {kernels}"

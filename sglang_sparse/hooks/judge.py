@@ -66,7 +66,6 @@ def judge_model(args: Arguments, settings: Settings, gpu: Gpu = None, stand_in: 
     def judge(own: Settings) -> Settings:
         if own.passes_through:
             return own
-        refusals.require_model(args, own, stand_in)
-        return dsa_flags.choose_kernels(args, own, gpu)
+        return dsa_flags.choose_kernels(args, refusals.require_model(args, own, stand_in), gpu)
 
     return dsa_flags.give_way(settings, judge, gpu)

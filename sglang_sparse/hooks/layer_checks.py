@@ -1,18 +1,66 @@
-"""What only a loaded model shows: the attention of each layer that is to run sparse."""
+"""Which layers may run sparse: by the model's config those without a window, by the loaded model plain attention."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.settings import Settings
-from sglang_sparse.errors import SparseArgumentError
+from sglang_sparse.errors import SparseArgumentError, within
+from sglang_sparse.hooks.model_limits import windowed_layers
+from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 from sglang_sparse.methods.layers import parse_layers
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_sparse.config.arguments import ModelConfig
+
+G = TypeVar("G", DecodeGroups, PrefillGroups)
+Rules = Mapping[str, object] | None
+
+
+def fit_layers(settings: Settings, model: ModelConfig) -> Settings:
+    """Refuse layers that a model does not have, or that its config gives a window, and leave these out of "all".
+
+    Args:
+        settings: the server's methods; not changed.
+        model: SGLang's ``ModelConfig``.
+
+    Returns:
+        The settings, where "all" has become the layers of full attention if there are others.
+
+    Raises:
+        SparseArgumentError: ``got`` has the layers that a method cannot have.
+    """
+    # A decode method's prefill method, which comes along, names the same layers: they are refused before.
+    with within(f"--sparse-config of {settings.name}"):
+        decode, rules = _fitted(settings.decode, settings.rules, model)
+    prefill, prefill_rules = settings.prefill, settings.prefill_rules
+    if prefill:
+        with within(f"--sparse-prefill-config of {settings.prefill_name}"):
+            prefill, prefill_rules = _fitted(prefill, prefill_rules, model)
+    return replace(settings, decode=decode, rules=rules, prefill=prefill, prefill_rules=prefill_rules)
+
+
+def _fitted(groups: G, rules: Rules, model: ModelConfig) -> tuple[G, Rules]:
+    count, windowed = model.num_hidden_layers, windowed_layers(model)
+    full = ",".join(str(layer) for layer in range(count) if layer not in windowed) if windowed else "all"
+    require_range(rules or {}, count)
+    configs = []
+    for config in groups.configs:
+        named = [layer for layer in parse_layers(config.layers, count) if layer in windowed]
+        if config.layers == "all" != full:
+            config = config.model_copy(update={"layers": full})
+        elif named:
+            message = f"layer {named[0]} has a sliding window"
+            raise SparseArgumentError(message, field="layers", got=named, allowed=f'"all", or some of {full}')
+        configs.append(config)
+    return groups.with_configs(configs), rules and {full if spec == "all" else spec: rules[spec] for spec in rules}
 
 
 def require_layers(settings: Settings, model: torch.nn.Module, model_config: Any) -> None:

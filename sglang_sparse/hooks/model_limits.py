@@ -67,9 +67,15 @@ def _repeated_layers(model: ModelConfig) -> bool:
     return model.num_attention_layers != model.num_hidden_layers
 
 
-def _windowed(model: ModelConfig) -> bool:
-    config = model.hf_text_config
-    return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
+def windowed_layers(model: ModelConfig) -> frozenset[int]:
+    """Return the layers that attend within a sliding window, as far as the model's config names them.
+
+    A window without ``layer_types`` says nothing: SGLang ignores that of Mistral and Phi-3. What a loaded layer does is
+    for ``layer_checks.require_layers``.
+    """
+    kinds = getattr(model.hf_text_config, "layer_types", None) if model.sliding_window_size else None
+    layers = zip(range(model.num_hidden_layers), kinds or (), strict=False)
+    return frozenset(layer for layer, kind in layers if kind == "sliding_attention")
 
 
 MODEL_LIMITS = (
@@ -78,9 +84,14 @@ MODEL_LIMITS = (
     ModelLimit("multimodal model", lambda m: m.is_multimodal, "its towers and M-RoPE positions are not proven yet"),
     ModelLimit("hybrid SSM or linear-attention model", _mamba_like, "its state layers have no KV pages"),
     ModelLimit(
-        "sliding-window model",
-        lambda m: m.is_hybrid_swa or _windowed(m),
-        "its windowed layers free the pages that a selection could name",
+        "model with a separate KV pool for its windows",
+        lambda m: m.is_hybrid_swa,
+        "it frees KV that rectification reads; --disable-hybrid-swa-memory keeps all KV in one pool",
+    ),
+    ModelLimit(
+        "model of windowed layers alone",
+        lambda m: len(windowed_layers(m)) == m.num_hidden_layers,
+        "no layer attends to all earlier tokens",
     ),
     ModelLimit("model with dual chunk attention", _dual_chunk, _DUAL_CHUNK),
     ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import SPARSE_SELF, deterministic, drafts_itself, verified_tokens
-from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks import dsa_flags, kv_dtypes
+from sglang_sparse.hooks.layer_checks import fit_layers
 from sglang_sparse.hooks.limits import (
     BY_NATIVE,
     CHECK_LIMITS,
@@ -33,7 +33,6 @@ from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups
-from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.roles import prompt_selectors
 from sglang_sparse.methods.support import FlagLimit
 
@@ -346,8 +345,11 @@ def fit_prefill(args: Arguments, settings: Settings) -> Settings:
     return fitted
 
 
-def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -> None:
+def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -> Settings:
     """Refuse a model by its config, and by its weights unless it is a stand-in.
+
+    Returns:
+        The methods, see ``layer_checks.fit_layers``.
 
     Raises:
         SparseArgumentError: names the architecture and the reason for each kind of model that it is, or the layers that
@@ -357,13 +359,7 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     model = args.new_model_config()
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
     _require_fit(settings.flag, model, "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds))
-    with within(f"--sparse-config of {settings.name}"):
-        require_range(settings.rules or {}, model.num_hidden_layers)
-        settings.decode.sparse_layers(model.num_hidden_layers)
-    if settings.prefill:
-        with within(f"--sparse-prefill-config of {settings.prefill_name}"):
-            require_range(settings.prefill_rules or {}, model.num_hidden_layers)
-            parse_layers(settings.prefill.config.layers, model.num_hidden_layers)
+    settings = fit_layers(settings, model)
     weightless = stand_in or args.load_format == "dummy"
     _require_fit(settings.flag, model, settings.decode.refuse(model))
     if not stand_in:
@@ -375,6 +371,7 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     # Name its own flag, if that was given.
     asked = f"--sparse-prefill-method {settings.prefill_name}" if args.sparse_prefill_method else settings.flag
     _require_fit(asked, model, reason)
+    return settings
 
 
 def _require_fit(flag: str, model: ModelConfig, reason: str | None) -> None:

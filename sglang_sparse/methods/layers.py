@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from sglang_sparse.errors import SparseArgumentError
 
@@ -64,3 +65,9 @@ def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ..
             raise SparseArgumentError(message, field="layers", got=named)
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
+
+
+def listed(layers: Collection[int], num_layers: int) -> str:
+    """Say how many of a model's layers these are, and which unless they are all."""
+    ids = f" ({', '.join(map(str, sorted(layers)))})" if len(layers) < num_layers else ""
+    return f"{len(layers)} of {num_layers} layers{ids}"

@@ -49,6 +49,15 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "index_head_dim": 128,
         "index_topk": 2048,
     },
+    "windowed MHA/GQA": {
+        **_SIZES,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 4,
+    },
 }
 
 

@@ -1,16 +1,20 @@
 """What only a loaded model shows of its sparse layers ends the start, before any request."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from model_configs import CONFIGS, write_config
 from refusals import refused
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
+
+from resolved import ServerArgs
 
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import model_runner
@@ -61,6 +65,55 @@ def test_a_layer_that_is_not_served_is_named_with_what_to_type(name: str) -> Non
     config = json.loads(typed.strip("'"))
     assert config == {"layers": [0, 1, 3]}
     require_layers(build("resa", config), make_model(2, **ODD[name]), CONFIG)
+
+
+RESA: dict[str, Any] = {"sparse_method": "resa"}
+BOTH = {"sparse_method": "skip_softmax", "sparse_config": {"threshold_scale_factor": {"prefill": 300, "decode": 25}}}
+ONE_POOL = {"disable_hybrid_swa_memory": True, "attention_backend": "torch_native"}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "layers"),
+    [
+        ("ignored_window", RESA, ["all"]),
+        ("windows", RESA, ["1,3"]),
+        ("windows", RESA | {"sparse_config": {"layers": [3]}}, [[3]]),
+        ("windows", RESA | {"sparse_prefill_method": "anchor"}, ["1,3", "1,3"]),
+        ("windows", BOTH, ["1,3", "1,3"]),
+        ("two_pools", RESA | ONE_POOL, ["0,2"]),
+    ],
+)
+def test_all_layers_are_those_of_full_attention(
+    name: str, flags: dict[str, Any], layers: list[object], tmp_path: Path
+) -> None:
+    args = ServerArgs(model_path=write_config(tmp_path, name), **flags)
+    configs = [json.loads(config) for config in (args.sparse_config, args.sparse_prefill_config) if config]
+    assert [config["layers"] for config in configs] == layers
+
+
+def test_a_rule_for_all_layers_is_one_for_those_of_full_attention(tmp_path: Path) -> None:
+    def rules(given: dict[str, Any]) -> Any:
+        config = {"layers": given}
+        args = ServerArgs(model_path=write_config(tmp_path, "windows"), sparse_method="resa", sparse_config=config)
+        return json.loads(args.sparse_config)["layers"]
+
+    assert list(rules({"all": {"active_ratio": 0.2}})) == ["1,3"]
+    assert rules({"0,2": "dense", "1,3": {}})["0,2"] == "dense"
+    with refused("layers", [0, 2]):
+        rules({"0-2": {"active_ratio": 0.2}, "3": {}})
+
+
+def test_the_kinds_of_layers_decide_whatever_the_config_says_of_its_window(tmp_path: Path) -> None:
+    """OLMo has windows where ``use_sliding_window`` is false."""
+    kinds = {
+        "sliding_window": 64,
+        "use_sliding_window": False,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    names = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo3", "eos_token_id": 0, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], **names, **kinds}))
+    args = ServerArgs(model_path=str(tmp_path), sparse_method="resa")
+    assert json.loads(args.sparse_config)["layers"] == "1,3"
 
 
 def test_what_stands_beside_the_attention_is_seen() -> None:

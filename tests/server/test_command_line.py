@@ -76,17 +76,15 @@ def endings(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's backend is asked for")
 def test_a_layer_that_is_not_served_ends_the_start(tmp_path: Path) -> None:
-    """OLMo's windows are those of ``layer_types``, whatever ``use_sliding_window`` says of them."""
-    layers = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
-    window = {"sliding_window": 64, "use_sliding_window": False, "layer_types": layers}
-    names = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo3", "eos_token_id": 0, "pad_token_id": 0}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**CONFIGS["qwen3"], **names, **window, "head_dim": 32}))
+    """Gemma 2's windows are those of every other layer, whatever ``layer_types`` says of them."""
+    window = {"sliding_window": 64, "layer_types": ["full_attention"] * 4, "attn_logit_softcapping": 0.0}
+    config = {**CONFIGS["soft_cap"], **window, "hidden_act": "gelu_pytorch_tanh"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--load-format", "dummy", "--skip-tokenizer-init", "--device", "cpu", "--attention-backend"]
     line = ["-m", "sglang.launch_server", "--model-path", str(tmp_path), *flags, "torch_native"]
     status, output = forked([*line, "--sparse-method", "resa"], tmp_path / "log")
     assert status != 0 and "layer 0 has a sliding window of 63 tokens (model.layers.0.self_attn.attn)" in output
-    assert """--sparse-config '{"layers": [2, 3]}'""" in output
+    assert """--sparse-config '{"layers": [1, 3]}'""" in output
 
 
 @pytest.mark.parametrize("expected", [*LINES, *MODELS])

@@ -79,6 +79,42 @@ def random_dsa(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
     return _save(Path(path), model, vocab_size, _UNWRITTEN)
 
 
+def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **config: Any) -> Path:
+    """Random float32 checkpoint of six layers; 2 and 5 attend to all tokens and the others within a window.
+
+    Hidden 256, 8 query and 2 KV heads of 32; ``config`` overrides.
+
+    Args:
+        path: its folder.
+        family: the beginning of its classes in transformers, see ``_OF_FAMILY``.
+        window: tokens that a windowed layer sees, the newest among them.
+        seed: of the weights.
+        **config: fields of its config.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 2
+    own = {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": window, "layer_types": kinds, "pad_token_id": 0}
+    text = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(text(**_sizes(6, 1024) | own | _OF_FAMILY[family] | config))
+    return _save(path, model, 1024, {})
+
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+# What SGLang takes where transformers 5 writes a theta by the kind of layer; published checkpoints have one for both.
+_ROPE = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full", "sliding")}
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "Gemma3": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "Olmo3": {"rope_parameters": _ROPE},
+    "Cohere2": {"tie_word_embeddings": True},
+    # SGLang's choice of its experts needs a GPU.
+    "Afmoe": {**_EXPERTS, "num_dense_layers": 6, "num_shared_experts": 1},
+    "Mellum": {**_EXPERTS, "rope_parameters": _ROPE, "mlp_layer_types": ["sparse"] * 6},
+}
+
+
 def random_eagle3(path: Path, target: Path, seed: int = 0) -> Path:
     """Random float32 EAGLE3 head for a Qwen3 checkpoint, whose embedding and LM head it shares.
 

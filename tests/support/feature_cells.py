@@ -20,6 +20,7 @@ PAGE_SIZE, ON_GPU, ON_CPU = (
 PHASE, MODELS, MACHINE, TOGETHER, OTHER_LAYERS = doc_tables.properties()
 FLOAT8 = "`--kv-cache-dtype fp8_e4m3`"
 SCALED = "`--kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json`"
+WINDOWS = "windowed MHA/GQA"
 DECODE_SKIP, PREFILL_SKIP = "skip_softmax", "skip_softmax (prefill)"
 
 
@@ -73,6 +74,8 @@ _OF_BOTH_PHASES = {
     "rocketkv-skip_softmax": ("rocketkv", PREFILL_SKIP),
     "skip_softmax": (DECODE_SKIP,),
 }
+_WINDOWS = _SERVER.format("windows")
+_NOTHING_OUT = _WINDOWS + "other_methods_that_leave_nothing_out_agree"
 _OTHER_FIELDS = "itself with other fields"
 
 # What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``reproduce``.
@@ -132,6 +135,9 @@ PROOFS: Mapping[Cell, str] = {
         )
     },
     Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
+    Cell(MODELS, "resa", WINDOWS): _WINDOWS + "dense_and_all_pages_agree_with_transformers",
+    Cell(MODELS, "anchor", WINDOWS): _WINDOWS + "prefill_runs_sparse_in_the_same_layers",
+    **{Cell(MODELS, method, WINDOWS): _NOTHING_OUT for method in ("rocketkv", DECODE_SKIP, PREFILL_SKIP)},
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",
     **{

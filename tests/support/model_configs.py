@@ -16,6 +16,15 @@ _SIZES = {
     "torch_dtype": "float32",
 }
 
+_GEMMA3 = {
+    **_SIZES,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 64,
+    "sliding_window": 1024,
+    "query_pre_attn_scalar": 64,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**_SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
     "mla": {
@@ -34,19 +43,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
-    "sliding_window": {
+    # SGLang ignores its window.
+    "ignored_window": {
         **_SIZES,
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "sliding_window": 1024,
     },
-    "hybrid_swa": {
+    "windows": {**_GEMMA3, "sliding_window_pattern": 2},
+    "windows_alone": {**_GEMMA3, "sliding_window_pattern": 8},
+    "two_pools": {
         **_SIZES,
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
         "head_dim": 64,
         "sliding_window": 1024,
-        "query_pre_attn_scalar": 64,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "mlp_layer_types": ["sparse"] * 4,
     },
     "hybrid_ssm": {
         **_SIZES,

@@ -1,0 +1,197 @@
+"""Models whose windowed layers stay dense in one KV pool: tiny Gemma 3, Olmo 3 and Cohere2 against transformers."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import random_windowed
+from server_requests import (
+    ask,
+    ask_all,
+    assert_exact,
+    assert_nothing_leaked,
+    cold,
+    forced,
+    logprobs,
+    prompts_that_part,
+    random_prompts,
+    sparse_state,
+    spent,
+)
+
+from launch.server import ServerProcess
+
+PAGE, WINDOW, FULL, INTERVAL = 16, 64, 2, 16
+CHUNKS = ("--chunked-prefill-size", "256", "--dtype", "float32")
+RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
+SKIP = {"threshold_scale_factor": 0, "dense_fallback": "never"}
+SKIP_PREFILL = ("--sparse-prefill-method", "skip_softmax", "--sparse-prefill-config", json.dumps(SKIP))
+ALL = {"active_ratio": 1.0, "rectify_interval": 0}
+Likely = Callable[[list[int], list[int]], list[float]]
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_windowed(tmp_path_factory.mktemp("gemma3"), "Gemma3", WINDOW)
+
+
+@pytest.fixture(scope="module")
+def likely(gemma3: Path) -> Likely:
+    return by_transformers(gemma3)
+
+
+@pytest.fixture(scope="module")
+def server(serve, gemma3: Path) -> Iterator[ServerProcess]:
+    with serve(gemma3, *CHUNKS, config={**RESA, "check_exactness": True}) as server:
+        yield server
+
+
+def by_transformers(folder: Path, window: int = WINDOW) -> Likely:
+    """The log-probabilities that transformers gives tokens behind a prompt, in one pass over both."""
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "sliding_window": window}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+    @torch.inference_mode()
+    def of(prompt: list[int], tokens: list[int]) -> list[float]:
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+    return of
+
+
+def off(found: dict[str, Any], expected: list[float]) -> float:
+    """The largest difference between an answer's log-probabilities and others."""
+    return max(abs(one - other) for one, other in zip(logprobs(found), expected, strict=True))
+
+
+def test_the_layers_of_full_attention_run_sparse(server: ServerProcess) -> None:
+    state = sparse_state(server)
+    assert state["sparse_layers"] == FULL and state["config"]["layers"] == "2,5"
+    assert "method resa, 2 of 6 layers (2, 5), page size 16" in server.log()
+    # Bfloat16 summaries of two layers: two means of 32 elements for 16 tokens of each of 2 KV heads.
+    assert state["aux_bytes_accounted"] == FULL * 16 * state["aux_bytes_accounted"] // 32
+    before = sparse_state(server)
+    ask(server, [*range(10, 310)], 20)
+    used = spent(server, before)
+    assert used["sparse_layer_rows"] == FULL * used["decode_rows"] > 0
+
+
+@pytest.mark.parametrize("options", [{"sparse": False}, ALL], ids=["dense", "all"])
+def test_dense_and_all_pages_agree_with_transformers(
+    server: ServerProcess, likely: Likely, options: dict[str, Any]
+) -> None:
+    for prompt, tokens in zip(
+        random_prompts(1, (40, 300, 555), 1000), random_prompts(2, (30, 90, 40), 1000), strict=True
+    ):
+        assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [90, 141, 200])
+def test_follow_ups_hit_generated_tokens_and_agree(server: ServerProcess, likely: Likely, tokens: int) -> None:
+    (prompt,) = random_prompts(tokens, [256], 1000)
+    first = forced(server, prompt, output := random_prompts(tokens + 1, [tokens], 1000)[0])
+    assert off(first, likely(prompt, output)) > 1e-2, "a tenth of the pages gives other answers"
+    follow_up = [*prompt, *output, *range(20, 29)]
+    last = random_prompts(3, [20], 1000)[0]
+    second = forced(server, follow_up, last, sparse=False)
+    assert second["meta_info"]["cached_tokens"] >= (256 + tokens - INTERVAL) // PAGE * PAGE
+    assert off(second, likely(follow_up, last)) < 1e-4
+    assert_exact(server)
+
+
+def test_requests_together_are_those_alone(server: ServerProcess) -> None:
+    prompts = random_prompts(5, (150, 210, 280, 290, 335, 410), 1000)
+    server.flush_cache()
+    together = ask_all(server, prompts, 60, {"active_ratio": 1.0})
+    server.flush_cache()
+    alone = ask_all(server, prompts, 60, {"sparse": False}, at_once=1)
+    assert [answer["output_ids"] for answer in together] == [answer["output_ids"] for answer in alone]
+    ask_all(server, prompts, 60)
+    assert_exact(server)
+    assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize(
+    ("family", "seen", "flags"),
+    [
+        ("Olmo3", WINDOW, ()),
+        pytest.param("Cohere2", WINDOW + 1, (), marks=pytest.mark.long),
+        pytest.param("Afmoe", WINDOW, (), marks=pytest.mark.long),
+        pytest.param("Mellum", WINDOW, ("--disable-hybrid-swa-memory",), marks=pytest.mark.long),
+    ],
+)
+def test_other_families_agree_with_transformers(
+    serve, tmp_path: Path, family: str, seen: int, flags: tuple[str, ...]
+) -> None:
+    """In Cohere 2's windows SGLang sees one token more than transformers."""
+    likely = by_transformers(random_windowed(tmp_path, family, WINDOW), seen)
+    (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
+    with serve(tmp_path, *CHUNKS, *flags, config=RESA) as server:
+        assert sparse_state(server)["config"]["layers"] == "2,5"
+        for options in ({"sparse": False}, ALL):
+            assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
+        assert off(forced(server, prompt, tokens), likely(prompt, tokens)) > 1e-2
+        follow_up = [*prompt, *tokens, *range(20, 29)]
+        second = forced(server, follow_up, tokens[:20], sparse=False)
+        assert second["meta_info"]["cached_tokens"] > len(prompt) + len(tokens) - INTERVAL - PAGE
+        assert off(second, likely(follow_up, tokens[:20])) < 1e-4
+        assert_nothing_leaked(server)
+
+
+def test_prefill_runs_sparse_in_the_same_layers(serve, gemma3: Path, likely: Likely) -> None:
+    group = 128
+    prefill = {"block_size": 32, "step": group // 32, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 2 * group}
+    prompts = prompts_that_part(8, 4 * group, [(0, 100), (40, 129), (100, 300)])
+    with serve(gemma3, *CHUNKS, prefill={**prefill, "check_exactness": True}) as server:
+        state = sparse_state(server)["prefill"]
+        assert state["sparse_layers"] == FULL and state["config"]["layers"] == "2,5"
+        found = [answer["output_ids"] for answer in ask_all(server, prompts, at_once=1)]
+        state = sparse_state(server)["prefill"]
+        assert 0 < state["pairs_attended"] < state["pairs_causal"]
+        assert cold(server, prompts) == found
+        for options in ({"exact_prefix": True}, {"theta": 1e9}):
+            server.flush_cache()
+            answer = forced(server, prompts[2], prompts[1][:20], **options)
+            assert off(answer, likely(prompts[2], prompts[1][:20])) < 1e-4
+        assert_exact(server, 2 * group)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "config", "flags"),
+    [
+        ("rocketkv", {"prompt_budget": 10240, "topk": 10240}, ()),
+        ("skip_softmax", {"threshold_scale_factor": 0}, SKIP_PREFILL),
+    ],
+)
+def test_other_methods_that_leave_nothing_out_agree(
+    serve, gemma3: Path, likely: Likely, method: str, config: dict[str, Any], flags: tuple[str, ...]
+) -> None:
+    config = {**config, "rectify_interval": 0, "dense_fallback": "never"}
+    (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
+    with serve(gemma3, *CHUNKS, *flags, method=method, config=config) as server:
+        before = sparse_state(server)
+        assert off(forced(server, prompt, tokens), likely(prompt, tokens)) < 1e-4
+        after = sparse_state(server)
+        used = spent(server, before)
+        assert used["sparse_layer_rows"] == FULL * used["decode_rows"] > 0
+        assert not flags or after["prefill"]["sparse_tokens"] > before["prefill"]["sparse_tokens"]
+        assert not flags or after["prefill"]["config"]["layers"] == "2,5"
+        assert_nothing_leaked(server)
+
+
+def test_lossless_answers_are_dense(serve, gemma3: Path, server: ServerProcess) -> None:
+    prompts = random_prompts(9, (150, 280, 335), 1000)
+    dense = [answer["output_ids"] for answer in ask_all(server, prompts, 60, {"sparse": False})]
+    config = {**RESA, "rectify_interval": 0, "check_exactness": True}
+    with serve(gemma3, *CHUNKS, "--speculative-algorithm", "SPARSE_SELF", config=config) as drafting:
+        assert [answer["output_ids"] for answer in ask_all(drafting, prompts, 60)] == dense
+        assert sparse_state(drafting)["accepted_tokens"] > 0
+        assert_exact(drafting)
+        assert_nothing_leaked(drafting)
