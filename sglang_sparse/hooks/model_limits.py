@@ -78,10 +78,34 @@ def windowed_layers(model: ModelConfig) -> frozenset[int]:
     return frozenset(layer for layer, kind in layers if kind == "sliding_attention")
 
 
+# With "language_model_only" SGLang computes no M-RoPE positions. Models of these files do without.
+_TEXT_ALONE = {
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+}
+
+
+def _needs_positions(model: ModelConfig) -> bool:
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    return (
+        model.is_lm_only
+        and "mrope_section" in rope
+        and not _TEXT_ALONE.intersection(model.hf_config.architectures or ())
+    )
+
+
 MODEL_LIMITS = (
     ModelLimit("encoder-only or embedding model", lambda m: not m.is_generation, "nothing is decoded"),
     ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no separate pages"),
-    ModelLimit("multimodal model", lambda m: m.is_multimodal, "its towers and M-RoPE positions are not proven yet"),
+    ModelLimit(
+        "multimodal model",
+        lambda m: m.is_multimodal,
+        "its towers and M-RoPE positions are not proven yet; Qwen3-VL, GLM-4.5V and models without M-RoPE serve text "
+        """alone by --json-model-override-args '{"language_model_only": true}'""",
+    ),
+    ModelLimit("model that needs M-RoPE for text", _needs_positions, "SGLang gives it no positions without its towers"),
     ModelLimit("hybrid SSM or linear-attention model", _mamba_like, "its state layers have no KV pages"),
     ModelLimit(
         "model with a separate KV pool for its windows",

@@ -71,6 +71,7 @@ def refuse_bad_options(
     tokenized = original(manager, *args, **kwargs)
     settings = settings_of(manager.server_args)
     if settings is not None:
+        _require_text(args[0], manager.model_config)
         _require_options(settings, manager, tokenized)
     return tokenized
 
@@ -114,6 +115,17 @@ def admit(
     if not settings.passes_through:
         kwargs["extra_key"] = namespaced(received.extra_key, options, bool(kwargs.get("lora_id")))
     return original(scheduler, received, *args, **kwargs)
+
+
+def _require_text(asked: object, model: ModelConfig) -> None:
+    """Refuse media for a model that is served for text alone, where SGLang would leave them out of the prompt.
+
+    Raises:
+        SparseArgumentError: names the field.
+    """
+    for field in ("image_data", "video_data", "audio_data"):
+        if getattr(asked, field, None) and not model.is_multimodal:
+            raise SparseArgumentError(field=field, got="media", allowed="none", where="on this server, for text alone")
 
 
 def _require_options(

@@ -287,6 +287,7 @@ MODELS = {
     "encoder-only or embedding model": ("encoder_only",),
     "encoder-decoder model": ("encoder_decoder",),
     "multimodal model": ("multimodal",),
+    "model that needs M-RoPE for text": ("positions_alone",),
     "hybrid SSM or linear-attention model": ("hybrid_ssm",),
     "model with a separate KV pool for its windows": ("two_pools", "attention_sinks"),
     "model of windowed layers alone": ("windows_alone",),

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checkpoints import random_windowed
+from checkpoints import by_transformers, random_windowed
 from server_requests import (
     ask,
     ask_all,
@@ -15,7 +14,7 @@ from server_requests import (
     assert_nothing_leaked,
     cold,
     forced,
-    logprobs,
+    off,
     prompts_that_part,
     random_prompts,
     sparse_state,
@@ -47,26 +46,6 @@ def likely(gemma3: Path) -> Likely:
 def server(serve, gemma3: Path) -> Iterator[ServerProcess]:
     with serve(gemma3, *CHUNKS, config={**RESA, "check_exactness": True}) as server:
         yield server
-
-
-def by_transformers(folder: Path, window: int = WINDOW) -> Likely:
-    """The log-probabilities that transformers gives tokens behind a prompt, in one pass over both."""
-    from transformers import AutoModelForCausalLM
-
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "sliding_window": window}
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-
-    @torch.inference_mode()
-    def of(prompt: list[int], tokens: list[int]) -> list[float]:
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-
-    return of
-
-
-def off(found: dict[str, Any], expected: list[float]) -> float:
-    """The largest difference between an answer's log-probabilities and others."""
-    return max(abs(one - other) for one, other in zip(logprobs(found), expected, strict=True))
 
 
 def test_the_layers_of_full_attention_run_sparse(server: ServerProcess) -> None:
@@ -129,7 +108,7 @@ def test_other_families_agree_with_transformers(
     serve, tmp_path: Path, family: str, seen: int, flags: tuple[str, ...]
 ) -> None:
     """In Cohere 2's windows SGLang sees one token more than transformers."""
-    likely = by_transformers(random_windowed(tmp_path, family, WINDOW), seen)
+    likely = by_transformers(random_windowed(tmp_path, family, WINDOW), sliding_window=seen)
     (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
     with serve(tmp_path, *CHUNKS, *flags, config=RESA) as server:
         assert sparse_state(server)["config"]["layers"] == "2,5"

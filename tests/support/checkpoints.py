@@ -1,9 +1,10 @@
-"""Tiny random checkpoints for the server tests."""
+"""Tiny random checkpoints for the server tests, and what transformers answers with them."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,49 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Afmoe": {**_EXPERTS, "num_dense_layers": 6, "num_shared_experts": 1},
     "Mellum": {**_EXPERTS, "rope_parameters": _ROPE, "mlp_layer_types": ["sparse"] * 6},
 }
+
+
+def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
+    """Random float32 checkpoint with a vision tower of one layer: "Qwen3VL", with M-RoPE, or "Gemma3", with windows."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(seed)
+    text = {**_sizes(6, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
+    vision: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_attention_heads": 2}
+    if family == "Qwen3VL":
+        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}}
+        vision |= {"depth": 1, "out_hidden_size": 256, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    else:
+        text |= {"sliding_window": 64, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32}
+        vision |= {"num_hidden_layers": 1, "image_size": 56, "patch_size": 14, "vision_use_head": False}
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    _save(path, getattr(transformers, f"{family}ForConditionalGeneration")(config), 1024, {})
+    # As published checkpoints name what transformers 5 names otherwise.
+    names = {"vision_tower.": "vision_tower.vision_model."} if family == "Gemma3" else {}
+    weights = load_file(file := path / "model.safetensors")
+    for old, new in names.items():
+        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+    save_file(weights, file, {"format": "pt"})
+    return path
+
+
+def by_transformers(folder: Path, **config: Any) -> Callable[[list[int], list[int]], list[float]]:
+    """What gives tokens behind a prompt their log-probabilities, in one pass; ``config`` overrides the checkpoint's."""
+    import torch
+    import transformers
+
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **config}
+    model = getattr(transformers, name).from_pretrained(folder, **options).eval()
+
+    @torch.inference_mode()
+    def likely(prompt: list[int], tokens: list[int]) -> list[float]:
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+    return likely
 
 
 def random_eagle3(path: Path, target: Path, seed: int = 0) -> Path:

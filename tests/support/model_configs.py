@@ -102,6 +102,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
         "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 256, "num_heads": 2},
     },
+    "positions_alone": {
+        **_SIZES,
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+        "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 256, "num_heads": 2},
+        "language_model_only": True,
+    },
     "soft_cap": {
         **_SIZES,
         "architectures": ["Gemma2ForCausalLM"],

@@ -120,6 +120,11 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
+def off(answer: dict[str, Any], expected: list[float]) -> float:
+    """The largest difference between an answer's log-probabilities and others."""
+    return max(abs(found - other) for found, other in zip(logprobs(answer), expected, strict=True))
+
+
 def read_logprobs(answer: dict[str, Any]) -> list[float]:
     """Of a prompt's tokens but the first one that was asked for."""
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]

@@ -1,0 +1,46 @@
+"""Vision-language models that are served for text alone: tiny Qwen3-VL and Gemma 3 against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import by_transformers, random_vision_language
+from httpx import HTTPStatusError
+from server_requests import assert_exact, assert_nothing_leaked, forced, off, random_prompts, sparse_state
+
+PAGE, INTERVAL = 16, 16
+FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
+RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
+TEXT = ("--json-model-override-args", json.dumps({"language_model_only": True}))
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "layers"), [("Qwen3VL", TEXT, "all"), pytest.param("Gemma3", (), "2,5", marks=pytest.mark.long)]
+)
+def test_text_agrees_with_transformers_and_images_are_refused(
+    serve, tmp_path: Path, family: str, flags: tuple[str, ...], layers: str
+) -> None:
+    likely = by_transformers(random_vision_language(tmp_path, family))
+    (prompt,), (tokens,) = random_prompts(6, [300], 900), random_prompts(7, [90], 900)
+    with serve(tmp_path, *FLAGS, *flags, config={**RESA, "check_exactness": True}) as server:
+        assert sparse_state(server)["config"]["layers"] == layers
+        for options in ({"sparse": False}, {"active_ratio": 1.0, "rectify_interval": 0}):
+            assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
+        assert off(forced(server, prompt, tokens), likely(prompt, tokens)) > 1e-2
+        follow_up = [*prompt, *tokens, *range(20, 29)]
+        second = forced(server, follow_up, tokens[:20], sparse=False)
+        assert second["meta_info"]["cached_tokens"] > len(prompt) + len(tokens) - INTERVAL - PAGE
+        assert off(second, likely(follow_up, tokens[:20])) < 1e-4
+        assert_status_400(server, "/generate", {"input_ids": prompt, "image_data": IMAGE["image_url"]["url"]})
+        message = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}
+        assert_status_400(server, "/v1/chat/completions", {"model": "default", "messages": [message]})
+        assert_exact(server)
+        assert_nothing_leaked(server)
+
+
+def assert_status_400(server: Any, path: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(HTTPStatusError) as caught:
+        server.client.post(path, json=asked).raise_for_status()
+    assert caught.value.response.status_code == 400
