@@ -14,8 +14,8 @@ intervals of rectification. The first run does not count.
 fit the pool of ``host``, so that there each comes back from host memory. Seconds everywhere.
 
 The summary has the ratio of each figure to that on one GPU, sparse and dense, and how long answers stay the same: as on
-one GPU, and as the dense server's. With dummy weights (``--shape``) this tells whether a deployment computes the same,
-and nothing about the model.
+one GPU, and as the dense server's. Answers of dummy weights (``--shape``) hardly depend on the context, so that only a
+checkpoint's say something.
 """
 
 from __future__ import annotations

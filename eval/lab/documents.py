@@ -26,7 +26,7 @@ from eval import ppl_prefill, report
 from eval.lab.agreement import agreement
 from eval.lab.kernels import dsa, mla, prefill
 from eval.lab.selection import page_tables
-from eval.lab.servers import decode, profile, throughput
+from eval.lab.servers import decode, deployments, profile, throughput
 from eval.lab.servers.decode_peers import outdated_peers
 from eval.lab.tables import (
     cards,
@@ -144,6 +144,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "mla": lambda: mla.mla(_file("bench_mla")),
     "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
     "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
+    "deployments": lambda: deployments.deployments(*_starting("deployments-")),
     "first-token": lambda: first_tokens.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),

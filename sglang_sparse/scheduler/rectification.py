@@ -218,10 +218,11 @@ def _forward_batch(view: Any, runner: Any, capture_hidden_mode: Any = None) -> F
 
 @functools.cache
 def _warn_eager() -> None:
-    """Once: SGLang leaves the graphs of prefill out where memory is short, and the host is then slower than the GPU."""
+    """Once: where SGLang leaves out graphs of prefill, the host is slower than the GPU."""
     logger.warning(
         "sglang_sparse: a rectifying pass ran without a CUDA graph, which takes longer; SGLang's lines at start say "
-        "which graphs it has for prefill: none where memory is short"
+        "which graphs it has for prefill: none where memory is short, and on the decode server of a pair none without "
+        "--cuda-graph-backend-prefill"
     )
 
 

@@ -24,7 +24,7 @@ def test_answers_agree_until_they_part() -> None:
 
 
 def item(deployment: str, arm: str, throughput: float, ttft_cached: float | None = None) -> dict[str, Any]:
-    row = {"deployment": deployment, "arm": arm, "throughput": throughput, "ttft": 2.0, "tpot": 0.01}
+    row = {"deployment": deployment, "arm": arm, "throughput": throughput, "ttft": 2.0, "tpot": 0.01, "itl_p99": 0.02}
     return row | {"ttft_cached": ttft_cached, "ranks": 1, "requests": 4, "tokens": [[1, 2]]}
 
 

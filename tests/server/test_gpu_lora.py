@@ -10,7 +10,7 @@ from server_requests import assert_nothing_leaked, logprobs, random_prompts, spa
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MODELS = Path("eval/models")
-FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.2", "--max-total-tokens", "65536")
+FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.4", "--max-total-tokens", "65536")
 FLAGS += ("--cuda-graph-max-bs-decode", "4", "--max-lora-rank", "16")
 NO_PREFILL_GRAPHS = ("--disable-prefill-cuda-graph",)
 # Half of the layers, so that a sparse graph attends densely too; most blocks, so that it is nearly as likely.

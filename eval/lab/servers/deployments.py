@@ -15,7 +15,7 @@ import httpx
 
 from eval.live.client import Stream, checked, post, stream
 from eval.live.record import read_finished
-from eval.scores.tables import Column, number, percent, table, text
+from eval.scores.tables import Column, number, table, text
 from launch.server import ServerProcess, free_port
 
 COMMAND = "eval.lab.bench_deployments"
@@ -24,7 +24,7 @@ ONE, HOST, DP, PAIR = "one", "host", "dp", "pair"
 DEPLOYMENTS = (ONE, HOST, "tp", DP, "pp", PAIR)
 # Where a request that hits the prefix cache says something: the ranks of the others have caches of their own.
 CACHED = (ONE, HOST)
-FIGURES = ("ttft", "tpot", "throughput", "ttft_cached")
+FIGURES = ("ttft", "tpot", "itl_p99", "throughput", "ttft_cached")
 
 Row = Mapping[str, Any]
 Ask = Callable[[httpx.AsyncClient, dict[str, Any]], Awaitable[Stream]]
@@ -134,8 +134,8 @@ def _median(rows: Sequence[Row], name: str) -> float | None:
     return median(values) if values else None
 
 
-def deployments(path: Path) -> str:
-    """What each deployment takes over one GPU, sparse and dense."""
+def deployments(*paths: Path) -> str:
+    """What each deployment takes over one GPU, sparse and dense, from one file or several."""
     columns: list[Column] = [
         ("deployment", text("deployment")),
         ("requests", text("requests")),
@@ -143,11 +143,13 @@ def deployments(path: Path) -> str:
         ("dense", number("dense_ttft", 3)),
         ("TPOT, ms", number("tpot", 2, 1e3)),
         ("dense", number("dense_tpot", 2, 1e3)),
+        ("slowest of a hundred, ms", number("itl_p99", 1, 1e3)),
+        ("dense", number("dense_itl_p99", 1, 1e3)),
         ("cached, s", number("ttft_cached", 3)),
         ("dense", number("dense_ttft_cached", 3)),
         ("throughput over one GPU's", number("throughput_over_one", 2)),
         ("dense", number("dense_throughput_over_one", 2)),
         ("sparse over dense", number("throughput_over_dense", 3)),
-        ("same as one", percent("same_as_one")),
     ]
-    return table([row for row in read_finished(path) if row["kind"] == "summary"], columns)
+    rows = [row for path in paths for row in read_finished(path) if row["kind"] == "item"]
+    return table(sorted(summarise(rows), key=lambda row: DEPLOYMENTS.index(row["id"])), columns)
