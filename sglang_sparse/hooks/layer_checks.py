@@ -51,16 +51,16 @@ def _fitted(groups: G, rules: Rules, model: ModelConfig) -> tuple[G, Rules]:
     count, windowed = model.num_hidden_layers, windowed_layers(model)
     full = ",".join(str(layer) for layer in range(count) if layer not in windowed) if windowed else "all"
     require_range(rules or {}, count)
-    configs = []
     for config in groups.configs:
         named = [layer for layer in parse_layers(config.layers, count) if layer in windowed]
-        if config.layers == "all" != full:
-            config = config.model_copy(update={"layers": full})
-        elif named:
+        if named and config.layers != "all":
             message = f"layer {named[0]} has a sliding window"
             raise SparseArgumentError(message, field="layers", got=named, allowed=f'"all", or some of {full}')
-        configs.append(config)
-    return groups.with_configs(configs), rules and {full if spec == "all" else spec: rules[spec] for spec in rules}
+    if full == "all" or groups.config.layers != "all":
+        return groups, rules
+    # No other method has layers then.
+    fitted = groups.with_configs([groups.config.model_copy(update={"layers": full})])
+    return fitted, rules and {full: rules["all"]}
 
 
 def require_layers(settings: Settings, model: torch.nn.Module, model_config: Any) -> None:

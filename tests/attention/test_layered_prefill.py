@@ -256,7 +256,7 @@ def test_the_kernels_of_each_part_run_once_before_a_request_comes(monkeypatch: p
     assert ran == [(Anchor, 0, GROUP), (SkipSoftmax, 2, GROUP)]
     assert not found.pairs.any() and not found.takes(0) and (found.sparse_tokens, found.dense_tokens) == (0, 0)
     assert [(part["method"], part["layers"]) for part in found.parts()] == [("anchor", [0]), ("skip_softmax", [2])]
-    assert "2 of 3 layers, groups of 128 tokens, dense below position 128" in found.describe(3)
+    assert "2 of 3 layers (0, 2), groups of 128 tokens, dense below position 128" in found.describe(3)
 
 
 def test_calibration_refuses_rules_of_several_methods() -> None:
