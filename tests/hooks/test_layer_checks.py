@@ -161,7 +161,8 @@ def test_a_mapping_of_attentions_is_looked_through() -> None:
 @pytest.mark.parametrize("draft", [False, True])
 def test_the_load_of_the_model_is_where_it_ends(draft: bool) -> None:
     config = build("resa", {}).config.model_dump_json()
-    args = SimpleNamespace(sparse_method="resa", sparse_prefill_method=None, sparse_config=config)
+    plain = {"enable_deterministic_inference": False, "rl_on_policy_target": None}
+    args = SimpleNamespace(sparse_method="resa", sparse_prefill_method=None, sparse_config=config, **plain)
     runner = SimpleNamespace(server_args=args, model_config=CONFIG, is_draft_worker=draft)
 
     def load(_: object) -> None:

@@ -38,7 +38,8 @@ def test_an_mla_model_resolves(caplog: pytest.LogCaptureFixture) -> None:
 def test_attention_backends_of_mla(backend: str, gpu: bool, allowed: str) -> None:
     mla = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"))
     asks = {"get_attention_backends": lambda: [backend], "get_model_config": lambda: mla}
-    args: Any = SimpleNamespace(speculative_algorithm=None, **asks)
+    plain = {"enable_deterministic_inference": False, "rl_on_policy_target": None, "speculative_algorithm": None}
+    args: Any = SimpleNamespace(**plain, **asks)
     with refused("--attention-backend", backend) as caught:
         refusals.require_after(args, build("robsa", json.loads(OPEN)), gpu)
     assert ", ".join(caught.value.allowed) == allowed
