@@ -44,7 +44,7 @@ def test_captured_attention_is_the_models_own(model: Any) -> None:
 def test_attention_that_no_sparse_server_serves_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(model.model.layers[1].self_attn, "sliding_window", 64)
-    with pytest.raises(EvaluationError, match="attention of layer 1 has sliding_window, which no sparse server serves"):
+    with pytest.raises(EvaluationError, match="attention of layer 1 has sliding_window, which is not measured"):
         capture(model, list(range(50)), 4, lambda data: seen.append(data.layer))
     assert seen == [0]
     monkeypatch.undo()

@@ -246,7 +246,7 @@ def _attend(
     # Attention to all earlier tokens needs no mask.
     odd += ["a separate mask"] if attention_mask is not None else []
     if odd:
-        message = f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"
+        message = f"--model-path: the attention of layer {layer} has {odd[0]}, which is not measured"
         raise CalibrationError(message, field="--model-path", got=odd)
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
