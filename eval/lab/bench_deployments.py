@@ -1,4 +1,4 @@
-r"""``python -m eval.lab.bench_deployments``: what a deployment costs a sparse server, beside what it costs a dense one.
+r"""``python -m eval.lab.bench_deployments``: what a deployment costs a sparse and a dense server.
 
     python -m eval.lab.bench_deployments --shape qwen3-8b --deployments one,tp,dp,pp,pair --input-length 32k \
         --output-length 256 --batch 4 --sparse "--sparse-method resa" --out deployments.jsonl
@@ -192,7 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--shape", choices=list(model_shapes.SHAPES), help="a public model's shape, without its weights")
     model.add_argument("--model-path", help="a checkpoint")
-    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write; the logs go beside it")
+    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write, with the logs next to it")
     parser.add_argument("--sparse", required=True, metavar="ARGS", help="arguments of the sparse server, as one string")
     parser.add_argument(
         "--deployments", type=list_of(str, DEPLOYMENTS), default=ONE, help=f"of {', '.join(DEPLOYMENTS)}"

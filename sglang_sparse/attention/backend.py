@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from sglang_sparse.attention.dsa.indexer import IndexerBatch
     from sglang_sparse.config.settings import Settings
+    from sglang_sparse.methods.base import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +138,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._buffers = view_buffers(self.groups.methods, model, self._tokens, runner.dtype, device)
         self.divide: Callable[[Sequence[tuple[int, int]]], list[list[int]]] | None = None
         self.groups.deterministic = arguments.deterministic(arguments.of(runner.server_args))
-        if settings.name and "crossover_tokens" in self._config.limits and not self.groups.deterministic:
-            found = crossover.find(settings, model, device)
-            self.groups.crossover_tokens = found.tokens
-            logger.info(
-                "sglang_sparse: batches of fewer than %d sparse KV tokens run dense (%s)", found.tokens, found.source
-            )
+        self._set_crossover(settings, model)
         self.prefill: PrefillPath | None = None
         if settings.prefill:
             layers = model.here(parse_layers(settings.prefill.config.layers, model.num_layers))
@@ -165,6 +161,16 @@ class SparseAttentionBackend(DelegatingBackend):
         # The scheduler's, while a step that rectifies is launched.
         self.rectifying: object | None = None
         self.seal()
+
+    def _set_crossover(self, settings: Settings, model: ModelShape) -> None:
+        if self.groups.deterministic:
+            self.groups.crossover_tokens = 0
+        elif settings.name and "crossover_tokens" in self._config.limits:
+            found = crossover.find(settings, model, self._pools.overflow.device)
+            self.groups.crossover_tokens = found.tokens
+            logger.info(
+                "sglang_sparse: batches of fewer than %d sparse KV tokens run dense (%s)", found.tokens, found.source
+            )
 
     @property
     def view(self) -> BatchView | None:

@@ -77,7 +77,7 @@ def plan_decode(
             compacted.
     """
     config = groups.config
-    crossover = 0 if compacted or groups.deterministic else groups.crossover_tokens
+    crossover = 0 if compacted else groups.crossover_tokens
     if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
         # Whatever the rows are, and before anything else: a short batch waits for the host more than a long one.
         return dense_plan(len(seq_lens))

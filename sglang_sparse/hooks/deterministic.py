@@ -1,7 +1,7 @@
 """What a sparse server refuses with deterministic inference, where a row's output is a function of the row alone.
 
-Methods, kernels and rectification keep to that rule, see "Deterministic inference" in ``docs/operations.md``. Refused
-is what decides about a row by its neighbours, and what is not proven yet.
+Methods, kernels and rectification keep to that rule, see "Deterministic inference" in ``docs/operations.md``. Flags
+that decide about a row by its neighbours are refused, and those that are not proven yet.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ DETERMINISTIC_LIMITS = (
         "--speculative-algorithm",
         lambda args: args.speculative_algorithm,
         "the tokens of a pass depend on the drafts that were accepted before; not proven yet, leave it out",
+    ),
+    FlagLimit(
+        "LoRA",
+        lambda args: args.enable_lora or args.lora_paths or None,
+        "SGLang chooses kernels of adapters by the tokens of a pass; leave out --enable-lora and --lora-paths",
     ),
     FlagLimit(
         "mixed chunk",

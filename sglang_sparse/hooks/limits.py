@@ -18,7 +18,7 @@ DENSE_BACKENDS = {
     "MLA": ("torch_native", "triton", "flashinfer", "flashmla", "fa3"),
     "DSA": ("dsa",),
 }
-# Those whose pass over a row's tokens gives the same bits whatever is cached and whoever else is in the pass.
+# Those whose pass over a row's tokens gives the same bits whoever else is in the pass.
 DETERMINISTIC_BACKENDS = ("torch_native", "triton", "fa3")
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
 # SGLang's torch_native reads a prompt's keys from the pool, which has one latent for all heads of an MLA model: the
@@ -137,7 +137,11 @@ FLAG_LIMITS = (
     FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
     FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
     FlagLimit("bounded replay of windows", _set("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
-    FlagLimit("LoRA with --enable-dp-attention", lambda args: _attends_apart(args) and _LORA(args), "not proven yet"),
+    FlagLimit(
+        "LoRA with --enable-dp-attention",
+        lambda args: _attends_apart(args) and _LORA(args),
+        "not proven yet; leave one of them out",
+    ),
     FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
     FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
     FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
@@ -302,7 +306,7 @@ DRAFT_LIMITS = (
         ),
         "it follows from --speculative-num-steps; leave it out",
     ),
-    FlagLimit("LoRA", _LORA, "SGLang's buffers of adapters have one width, and a round two; leave out --lora-paths"),
+    FlagLimit("LoRA", _LORA, "SGLang's buffers of adapters have one width, and a round two; leave out LoRA's flags"),
     FlagLimit("a draft model", _set("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
     FlagLimit("settings of other speculative algorithms", _other_drafting, "they would do nothing; leave them out"),
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),

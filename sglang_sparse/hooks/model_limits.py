@@ -88,7 +88,8 @@ _TEXT_ALONE = {
 
 
 def _needs_positions(model: ModelConfig) -> bool:
-    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    config = model.hf_text_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return (
         model.is_lm_only
         and "mrope_section" in rope

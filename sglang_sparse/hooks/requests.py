@@ -71,7 +71,8 @@ def refuse_bad_options(
     tokenized = original(manager, *args, **kwargs)
     settings = settings_of(manager.server_args)
     if settings is not None:
-        _require_text(args[0], manager.model_config)
+        if not settings.passes_through:
+            _require_text(args[0], manager.model_config)
         _require_options(settings, manager, tokenized)
     return tokenized
 
@@ -123,8 +124,10 @@ def _require_text(asked: object, model: ModelConfig) -> None:
     Raises:
         SparseArgumentError: names the field.
     """
+    from sglang.srt.multimodal.mm_utils import has_valid_data
+
     for field in ("image_data", "video_data", "audio_data"):
-        if getattr(asked, field, None) and not model.is_multimodal:
+        if has_valid_data(getattr(asked, field, None)) and not model.is_multimodal:
             raise SparseArgumentError(field=field, got="media", allowed="none", where="on this server, for text alone")
 
 

@@ -176,8 +176,8 @@ class Rocketkv(PromptSelector):
             return f"topr is {self.config.topr}; allowed: at most its head_dim, {model_config.head_dim}"
         if self.compacts and len(self.sparse_layers(layers := model_config.num_hidden_layers)) < layers:
             return (
-                f'eviction is "compact" and layers is {self.config.layers!r}; allowed: "all" of its {layers}, '
-                'as a dense layer would attend to what is gone, or {"eviction": "visibility"}'
+                f'eviction is "compact" and {layers - len(self.sparse_layers(layers))} of its {layers} layers are '
+                'dense, which would attend to what is gone; allowed: none dense, or {"eviction": "visibility"}'
             )
         return None
 

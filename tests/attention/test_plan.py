@@ -48,7 +48,7 @@ def test_rows_run_as_their_requests_asked() -> None:
 def test_with_deterministic_inference_a_row_runs_as_it_would_alone(lengths: list[int]) -> None:
     """Always by the sparse kernels, which round otherwise than the dense backend; and none writes exact KV."""
     settings = build("resa", {})
-    settings.decode.deterministic = True
+    settings.decode.deterministic, settings.decode.crossover_tokens = True, 0
     asked = parse_options(settings, {"sparse": False})
     for options in (), [asked, *[parse_options(settings, {})] * (len(lengths) - 1)]:
         plan = plan_decode(settings.decode, torch.tensor(lengths), options)

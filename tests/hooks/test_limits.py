@@ -116,6 +116,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method resa with deterministic inference cannot run with ",
         (
             on("--speculative-algorithm", "speculative_algorithm", "EAGLE"),
+            on("LoRA", "enable_lora"),
+            on("LoRA", "lora_paths", ["adapter"]),
             on("mixed chunk", "enable_mixed_chunk"),
             on("priority preemption", "enable_priority_scheduling"),
             on("data-parallel attention", "enable_dp_attention"),

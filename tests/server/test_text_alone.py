@@ -34,6 +34,9 @@ def test_text_agrees_with_transformers_and_images_are_refused(
         assert second["meta_info"]["cached_tokens"] > len(prompt) + len(tokens) - INTERVAL - PAGE
         assert off(second, likely(follow_up, tokens[:20])) < 1e-4
         assert_status_400(server, "/generate", {"input_ids": prompt, "image_data": IMAGE["image_url"]["url"]})
+        batch = {"input_ids": [prompt, prompt], "sampling_params": {"max_new_tokens": 2}}
+        assert_status_400(server, "/generate", {**batch, "video_data": [None, IMAGE["image_url"]["url"]]})
+        assert len(server.client.post("/generate", json={**batch, "image_data": [None, None]}).json()) == 2
         message = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}
         assert_status_400(server, "/v1/chat/completions", {"model": "default", "messages": [message]})
         assert_exact(server)

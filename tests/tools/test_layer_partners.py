@@ -38,7 +38,7 @@ def test_what_compacts_has_all_layers() -> None:
     compact = {"method": "rocketkv", "eviction": "compact"}
     place = support_matrix.Place("MHA/GQA", False, {"layers": {"0-1": "dense", "2-": compact}})
     found = support_matrix.refusal(support_matrix.Method("rocketkv", False), place)
-    assert found is not None and "a dense layer would attend to what is gone" in found
+    assert found is not None and "layers are dense, which would attend to what is gone" in found
 
 
 def test_what_serves_both_kinds_stands_beside_either() -> None:

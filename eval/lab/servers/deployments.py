@@ -103,8 +103,7 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
     Returns:
         A row for each deployment that was measured on both: medians of `FIGURES` of the sparse server, and of the dense
         one by the prefix ``dense_``; ``NAME_over_one``, the figure over that on one GPU, of which ``NAME_over_dense``
-        is the quotient, sparse over dense; ``same_as_one`` and ``same_as_dense``, by `agreement`. Throughput counts by
-        rank that has requests of its own.
+        is the quotient, sparse over dense; ``same_as_one`` and ``same_as_dense``, by `agreement`.
     """
     grouped: dict[tuple[str, str], list[Row]] = {}
     for item in items:

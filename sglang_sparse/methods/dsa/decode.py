@@ -63,7 +63,7 @@ INDEXER_LIMITS = (
     FlagLimit(
         "LoRA",
         lambda args: args.enable_lora or args.lora_paths or None,
-        "this project's kernels are not proven with adapters",
+        """this project's kernels are not proven with adapters; allowed: {"implementation": "native"}""",
     ),
     FlagLimit(
         "returned indexer top-k", lambda args: args.enable_return_indexer_topk or None, "what is chosen is not reported"
