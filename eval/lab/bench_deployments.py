@@ -47,7 +47,7 @@ from eval.lab.servers.deployments import (
     summarise,
 )
 from eval.lab.tables.files import measured
-from eval.live.client import LiveServer, list_of, positive, request_of
+from eval.live.client import LiveServer, command_line, list_of, positive, request_of
 from eval.live.counters import EvaluationError, moved, require_sparse
 from eval.live.record import Record, this_machine
 from eval.live.tokens import random_prompts
@@ -91,7 +91,7 @@ class Arm:
         # A request to a pair holds a connection to each server.
         self.server = LiveServer(process.url, concurrency=2 * self.batch)
         self.alone = LiveServer(process.url)
-        self.vocabulary = self.server.vocabulary_size(args.vocab)
+        self.vocabulary = self.server.vocabulary_size()
         state = self.server.sparse_state() if arm == SPARSE else {}
         self.interval = (state.get("config") or {}).get("rectify_interval", 0)
 
@@ -162,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
     names = ("shape", "model_path", "input_length", "output_length", "batch", "gpus", "runs", "hits", "sparse", "seed")
     header = {
         "arguments": {name: getattr(args, name) for name in (*names, "server_args", "transfer")},
+        "label": args.label,
         **this_machine(),
     }
     items: list[dict[str, Any]] = []
@@ -186,12 +187,8 @@ def run(args: argparse.Namespace) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(model_shapes.SHAPES), help="a public model's shape, without its weights")
-    model.add_argument("--model-path", help="a checkpoint")
+    parser = command_line(COMMAND, __doc__)
+    model_shapes.add_arguments(parser)
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write, with the logs next to it")
     parser.add_argument("--sparse", required=True, metavar="ARGS", help="arguments of the sparse server, as one string")
     parser.add_argument(
@@ -204,11 +201,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=positive, default=2, help="that count")
     parser.add_argument("--hits", type=int, default=0, help="rounds of prompts that hit the prefix cache")
     parser.add_argument("--transfer", default="nixl", help="SGLang's --disaggregation-transfer-backend of a pair")
-    parser.add_argument("--vocab", type=positive, help="token ids to draw from, where the server does not say")
     parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     return parser.parse_args(arguments)
 
 

@@ -35,7 +35,7 @@ from eval.lab.servers.server_facts import kept
 from eval.lab.servers.throughput import COMMAND, DENSE, best_batches
 from eval.lab.tables.files import measured
 from eval.live.arms import MAX_DENSE_ROWS
-from eval.live.client import LiveServer, list_of
+from eval.live.client import LiveServer, command_line, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, summarised, this_machine
 from eval.serving.grid import batch_flags
@@ -183,12 +183,8 @@ def _batches_of(text: str) -> tuple[str, list[int]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(model_shapes.SHAPES), help="a public model's shape, without its weights")
-    model.add_argument("--model-path", help="a checkpoint")
+    parser = command_line(COMMAND, __doc__)
+    model_shapes.add_arguments(parser)
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write; the logs go beside it")
     parser.add_argument("--input-length", type=length, default="32k", help="tokens of a prompt")
     parser.add_argument("--output-length", type=length, default="4k", help="tokens of an answer")
@@ -211,8 +207,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
     for flag, asked in [("--batch", args.batch), *((f"--batch-of {name}", asked) for name, asked in args.batch_of)]:
         if not asked or min(asked) < 1 or sorted(set(asked)) != asked:

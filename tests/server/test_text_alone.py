@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from checkpoints import by_transformers, random_vision_language
 from httpx import HTTPStatusError
-from server_requests import assert_exact, assert_nothing_leaked, forced, off, random_prompts, sparse_state
+from server_requests import assert_agrees, assert_exact, assert_nothing_leaked, random_prompts, sparse_state
 
 PAGE, INTERVAL = 16, 16
 FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
@@ -26,13 +26,7 @@ def test_text_agrees_with_transformers_and_images_are_refused(
     (prompt,), (tokens,) = random_prompts(6, [300], 900), random_prompts(7, [90], 900)
     with serve(tmp_path, *FLAGS, *flags, config={**RESA, "check_exactness": True}) as server:
         assert sparse_state(server)["config"]["layers"] == layers
-        for options in ({"sparse": False}, {"active_ratio": 1.0, "rectify_interval": 0}):
-            assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
-        assert off(forced(server, prompt, tokens), likely(prompt, tokens)) > 1e-2
-        follow_up = [*prompt, *tokens, *range(20, 29)]
-        second = forced(server, follow_up, tokens[:20], sparse=False)
-        assert second["meta_info"]["cached_tokens"] > len(prompt) + len(tokens) - INTERVAL - PAGE
-        assert off(second, likely(follow_up, tokens[:20])) < 1e-4
+        assert_agrees(server, likely, prompt, tokens, INTERVAL + PAGE)
         assert_status_400(server, "/generate", {"input_ids": prompt, "image_data": IMAGE["image_url"]["url"]})
         batch = {"input_ids": [prompt, prompt], "sampling_params": {"max_new_tokens": 2}}
         assert_status_400(server, "/generate", {**batch, "video_data": [None, IMAGE["image_url"]["url"]]})

@@ -10,6 +10,7 @@ from checkpoints import by_transformers, random_windowed
 from server_requests import (
     ask,
     ask_all,
+    assert_agrees,
     assert_exact,
     assert_nothing_leaked,
     cold,
@@ -112,13 +113,7 @@ def test_other_families_agree_with_transformers(
     (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
     with serve(tmp_path, *CHUNKS, *flags, config=RESA) as server:
         assert sparse_state(server)["config"]["layers"] == "2,5"
-        for options in ({"sparse": False}, ALL):
-            assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
-        assert off(forced(server, prompt, tokens), likely(prompt, tokens)) > 1e-2
-        follow_up = [*prompt, *tokens, *range(20, 29)]
-        second = forced(server, follow_up, tokens[:20], sparse=False)
-        assert second["meta_info"]["cached_tokens"] > len(prompt) + len(tokens) - INTERVAL - PAGE
-        assert off(second, likely(follow_up, tokens[:20])) < 1e-4
+        assert_agrees(server, likely, prompt, tokens, INTERVAL + PAGE)
         assert_nothing_leaked(server)
 
 

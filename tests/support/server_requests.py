@@ -3,7 +3,7 @@
 import random
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,26 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
 def off(answer: dict[str, Any], expected: list[float]) -> float:
     """The largest difference between an answer's log-probabilities and others."""
     return max(abs(found - other) for found, other in zip(logprobs(answer), expected, strict=True))
+
+
+def assert_agrees(
+    server: ServerProcess,
+    likely: Callable[[list[int], list[int]], list[float]],
+    prompt: list[int],
+    tokens: list[int],
+    lost: int,
+) -> None:
+    """Assert that answers are as ``likely`` as another implementation says: dense ones, and those of all pages.
+
+    Those of some pages are not, but what they leave in the prefix cache for the next turn is, but for ``lost`` tokens.
+    """
+    for options in ({"sparse": False}, {"active_ratio": 1.0, "rectify_interval": 0}):
+        assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
+    assert off(forced(server, prompt, tokens), likely(prompt, tokens)) > 1e-2
+    follow_up = [*prompt, *tokens, *range(20, 29)]
+    second = forced(server, follow_up, tokens[:20], sparse=False)
+    assert second["meta_info"]["cached_tokens"] > len(prompt) + len(tokens) - lost
+    assert off(second, likely(follow_up, tokens[:20])) < 1e-4
 
 
 def read_logprobs(answer: dict[str, Any]) -> list[float]:

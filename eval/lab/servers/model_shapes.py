@@ -7,6 +7,7 @@ factor, which are not what a step costs, allow every context that is measured he
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
 }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Have a command take the model that it serves: one of ``SHAPES``, or a checkpoint."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--shape", choices=list(SHAPES), help="a public model's shape, without its weights")
+    model.add_argument("--model-path", help="a checkpoint")
 
 
 def write(name: str, folder: Path) -> Path:
