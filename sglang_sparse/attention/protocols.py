@@ -90,6 +90,7 @@ class ModelRunner(Protocol):
     lora_manager: LoRAManager | None
     model: torch.nn.Module
     model_config: ModelConfig
+    prefill_cuda_graph_runner: object
     req_to_token_pool: ReqToTokenPool
     server_args: object
     shared_read_done_event: object

@@ -2,10 +2,11 @@
 
 Ranks of attention have batches of their own and meet in each MLP and MoE layer, so that all run the same number of
 passes, each with the same idea of how many tokens the others have. SGLang gathers one row of numbers from every rank
-before a step; three more say what a rank would rectify in it, and whether a row's deadline has come. Where one has, all
-run two passes: an extend pass of the due rows, in which ranks without any are idle, and then the step with the rows
-that are left, if there are any. Ranks without a deadline take their rows along that are halfway to it, so that the
-rows of all ranks are due together from then on, and few steps have two passes.
+before a step; four more say what a rank would rectify in it, whether a row's deadline has come, and whether SGLang's
+graph of prefill holds the pass. Where a deadline has come, all run two passes: an extend pass of the due rows, in which
+ranks without any are idle, and then the step with the rows that are left, if there are any. Ranks without a deadline
+take their rows along that are halfway to it, so that the rows of all ranks are due together from then on, and few steps
+have two passes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from sglang_sparse.scheduler.rectification import Rectification, pass_tokens, pl
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
 
-# This rank's plan, while SGLang gathers.
-_PLAN: list[Rectification | None] = [None]
+# This rank's plan, while SGLang gathers, and whether a graph holds its pass.
+_PLAN: list[tuple[Rectification, bool] | None] = [None]
 
 
 def plan_first(
@@ -37,15 +38,34 @@ def plan_first(
     """Around ``prepare_mlp_sync_batch_raw``: plan what this rank rectifies before SGLang gathers."""
     settings = hooked_settings_of(model_runner.server_args)
     if settings is not None and settings.rectify and batch is not None and batch.forward_mode.is_decode():
-        _PLAN[0] = plan_step(settings, batch, pass_tokens(model_runner.server_args), shared=True)
+        plan = plan_step(settings, batch, pass_tokens(model_runner.server_args), shared=True)
+        _PLAN[0] = plan and (plan, _has_graph(model_runner, plan))
     try:
         return original(batch, model_runner, *args, **kwargs)
     finally:
         _PLAN[0] = None
 
 
+def _has_graph(runner: ModelRunner, plan: Rectification) -> bool:
+    """Whether this rank's part of a pass fits SGLang's graph of prefill, which all ranks must replay or none."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    graphs = runner.prefill_cuda_graph_runner
+    return isinstance(graphs, PrefillCudaGraphRunner) and graphs.can_replay_locally(
+        batch_size=len(plan.spans),
+        num_tokens=sum(span.tokens for span in plan.spans),
+        input_embeds=None,
+        replace_embeds=None,
+        prefix_lens=[span.start for span in plan.spans],
+        is_target_verify=False,
+        capture_hidden_mode=None,
+        return_logprob=False,
+        batch_max_context_len=max(span.end for span in plan.spans),
+    )
+
+
 def append_plan(row: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """After ``MLPSyncBatchInfo._get_local_tensor``: append tokens and rows of this rank's plan, and its urgency."""
+    """After ``MLPSyncBatchInfo._get_local_tensor``: append the numbers of this rank's plan."""
     return _append(row, _PLAN[0])
 
 
@@ -54,11 +74,14 @@ def append_zeros(row: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return _append(row, None)
 
 
-def _append(row: torch.Tensor, plan: Rectification | None) -> torch.Tensor:
+def _append(row: torch.Tensor, planned: tuple[Rectification, bool] | None) -> torch.Tensor:
     settings = current_settings()
     if settings is None or not settings.rectify:
         return row
-    numbers = [sum(span.tokens for span in plan.spans), len(plan.due), plan.urgent] if plan else [0, 0, 0]
+    numbers = [0, 0, 0, 0]
+    if planned:
+        plan, graph = planned
+        numbers = [sum(span.tokens for span in plan.spans), len(plan.due), plan.urgent, graph]
     return torch.cat([row, torch.tensor(numbers, dtype=row.dtype, device=row.device)])
 
 
@@ -68,12 +91,12 @@ def attach(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, *__: object, *
     if settings is None or not settings.rectify or info.tp0_info_cpu is None:
         return
     plan = joint = None
-    tokens, rows, urgent = info.tp0_info_cpu[:, -3:].T.tolist()
+    tokens, rows, urgent, graphs = info.tp0_info_cpu[:, -4:].T.tolist()
     if any(urgent):
-        plan = _PLAN[0]
+        plan = _PLAN[0][0] if _PLAN[0] else None
         for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
             setattr(batch, name, [count - due for count, due in zip(getattr(batch, name), rows, strict=True)])
-        joint = JointPass(tokens, rows, whole_step=not any(batch.global_num_tokens))
+        joint = JointPass(tokens, rows, whole_step=not any(batch.global_num_tokens), graph=all(graphs))
     if plan:
         plan.joint = joint
     setattr(batch, STEP, plan or joint)

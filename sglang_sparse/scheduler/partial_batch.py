@@ -58,16 +58,18 @@ class JointPass:
         tokens: its tokens, by rank.
         rows: its rows, by rank.
         whole_step: whether no rank has rows left for a pass behind it.
+        graph: whether SGLang's graph of prefill holds it on every rank.
     """
 
     tokens: list[int]
     rows: list[int]
     whole_step: bool
+    graph: bool
 
     def set_sizes(self, view: ScheduleBatch) -> ScheduleBatch:
         """Give a batch of this pass the sizes of all ranks; returns the batch."""
-        graphs = dict.fromkeys(("can_run_decode_cuda_graph", "can_run_dp_prefill_cuda_graph"), False)
         sizes = {"global_num_tokens": self.tokens, "global_num_tokens_for_logprob": self.rows}
+        graphs = {"can_run_decode_cuda_graph": False, "can_run_dp_prefill_cuda_graph": self.graph}
         vars(view).update(is_extend_in_batch=True, **sizes, **graphs)
         return view
 

@@ -182,8 +182,8 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     _count(counts, step.spans, step.late)
     handed = cast("PPProxyTensors | None", kwargs.get("pp_proxy_tensors"))
     outputs, first = Outputs(len(step.outer_batch.reqs)), 0
-    # SGLang has no graphs of prefill there, or they are off.
-    graphless = step.joint is not None or (arguments.of(runner.server_args).pp_size or 1) > 1
+    # SGLang has no graphs of prefill there, or not on all ranks.
+    graphless = (step.joint and not step.joint.graph) or (arguments.of(runner.server_args).pp_size or 1) > 1
     for rows, view in _views(step):
         tokens = len(view.input_ids)
         ran = run(view, **({"pp_proxy_tensors": handed[first : first + tokens]} if handed else {}))
