@@ -120,27 +120,25 @@ def keep_replaced_backend(original: Callable[..., dict[str, object]], args: obje
 
 
 def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
-    """Switch off CUDA graphs of prefill that cannot contain the indexer, or would make sparse steps dense.
+    """Switch off CUDA graphs of prefill that cannot contain the indexer.
 
     A breakable graph runs SGLang's own indexer eagerly, between its pieces. It has no such gap for the portable
-    indexer, and the counters of the native one cannot be compiled. With data-parallel attention SGLang turns a decode
-    step into a prefill where another rank replays such a graph.
+    indexer, and the counters of the native one cannot be compiled.
 
     Args:
         args: the server's, resolved.
         settings: the methods after ``choose_kernels``.
     """
     graphs = args.cuda_graph_config
-    if settings.passes_through or settings.name is None or graphs is None or graphs.prefill.backend == "disabled":
+    if settings.passes_through or not isinstance(settings.method, Dsa):
         return
-    reason = "" if (args.attn_dp_size or 1) == 1 else "with data-parallel attention they would make decode steps dense"
-    if isinstance(settings.method, Dsa) and not (
-        settings.method.native("indexer") and graphs.prefill.backend == "breakable"
-    ):
-        reason = "the indexer cannot be in them"
-    if not reason:
+    if graphs is None or graphs.prefill.backend == "disabled":
         return
-    logger.warning("sglang_sparse: prefill runs without CUDA graphs (%s); %s", graphs.prefill.backend, reason)
+    if settings.method.native("indexer") and graphs.prefill.backend == "breakable":
+        return
+    logger.warning(
+        "sglang_sparse: prefill runs without CUDA graphs (%s); the indexer cannot be in them", graphs.prefill.backend
+    )
     from sglang.srt.model_executor.cuda_graph_config import with_phase
 
     args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")

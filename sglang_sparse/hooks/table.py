@@ -151,6 +151,16 @@ HOOKS = (
         "data-parallel attention: plan which rows this rank rectifies before all ranks gather their sizes",
     ),
     Hook(
+        "sglang.srt.managers.scheduler_components.dp_attn._local_prefill_cuda_graph_vote",
+        (
+            "*, local_batch, num_tokens, prefill_graph_runner, coordinated_prefill, breakable_prefill, spec_algorithm, "
+            "model_config"
+        ),
+        "AROUND",
+        "scheduler.joint_pass:keep_decode",
+        "data-parallel attention: keep a sparse decode step from becoming part of another rank's prefill, which is dense",
+    ),
+    Hook(
         "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor",
         "self, device, dtype=torch.int64",
         "AFTER",

@@ -46,6 +46,18 @@ def plan_first(
         _PLAN[0] = None
 
 
+def keep_decode(original: Callable[..., bool], *, local_batch: ScheduleBatch | None, **kwargs: object) -> bool:
+    """Around ``_local_prefill_cuda_graph_vote``: vote against graphs of prefill while this rank decodes.
+
+    SGLang makes a prefill of the decode step where all ranks vote for them, and prefill attends densely.
+    """
+    settings = current_settings()
+    decodes = local_batch is not None and local_batch.forward_mode.is_decode()
+    if decodes and settings is not None and settings.name and not settings.passes_through:
+        return False
+    return original(local_batch=local_batch, **kwargs)
+
+
 def _has_graph(runner: ModelRunner, plan: Rectification) -> bool:
     """Whether this rank's part of a pass fits SGLang's graph of prefill, which all ranks must replay or none."""
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
