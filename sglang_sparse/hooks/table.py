@@ -158,7 +158,7 @@ HOOKS = (
         ),
         "AROUND",
         "scheduler.joint_pass:keep_decode",
-        "data-parallel attention: keep a sparse decode step from becoming part of another rank's prefill, which is dense",
+        "data-parallel attention: keep sparse decode from becoming part of a prefill, which is dense",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor",
