@@ -199,6 +199,18 @@ def _refuse_orphans(server_args: Arguments) -> None:
             raise SparseArgumentError(message, field=flag, got=getattr(server_args, config))
 
 
+def keep_prefill_graphs(original: Callable[[object], None], record: object) -> None:
+    """Around ``apply_cuda_graph_disaggregation_roles``: leave a decode server the graphs of rectifying passes.
+
+    SGLang switches graphs of prefill off there, as only the other server of a pair prefills.
+    """
+    args = arguments.of(record)
+    settings = settings_of(args)
+    config = settings.rectify if settings else None
+    if args.disaggregation_mode != "decode" or config is None or not config.rectify_interval:
+        original(record)
+
+
 def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv: list[str]) -> SparseServerArgs:
     """Around ``prepare_server_args``: on the command line a refusal is one message, not a traceback.
 

@@ -23,6 +23,14 @@ HOOKS = (
         process="both",
     ),
     Hook(
+        "sglang.srt.arg_groups.cuda_graph_hook.apply_cuda_graph_disaggregation_roles",
+        "server_args",
+        "AROUND",
+        "hooks.server_args:keep_prefill_graphs",
+        "keep CUDA graphs of prefill on a decode server, whose rectifying passes run in them",
+        process="main",
+    ),
+    Hook(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "self, kvc, num_layers",
         "AFTER",

@@ -53,7 +53,7 @@ def keep_decode(original: Callable[..., bool], *, local_batch: ScheduleBatch | N
     """
     settings = current_settings()
     decodes = local_batch is not None and local_batch.forward_mode.is_decode()
-    if decodes and settings is not None and settings.name and not settings.passes_through:
+    if decodes and settings is not None and settings.name:
         return False
     return original(local_batch=local_batch, **kwargs)
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sglang_sparse.attention.protocols import ModelRunner, ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
-from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler import prompt_windows
 from sglang_sparse.scheduler.due_rows import due_rows, ripe_rows
@@ -182,8 +181,8 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     _count(counts, step.spans, step.late)
     handed = cast("PPProxyTensors | None", kwargs.get("pp_proxy_tensors"))
     outputs, first = Outputs(len(step.outer_batch.reqs)), 0
-    # SGLang has no graphs of prefill there, or not on all ranks.
-    graphless = (step.joint and not step.joint.graph) or (arguments.of(runner.server_args).pp_size or 1) > 1
+    # A rank without due rows leaves all without a graph.
+    graphless = step.joint is not None and not step.joint.graph
     for rows, view in _views(step):
         tokens = len(view.input_ids)
         ran = run(view, **({"pp_proxy_tensors": handed[first : first + tokens]} if handed else {}))
@@ -221,8 +220,8 @@ def _warn_eager() -> None:
     """Once: where SGLang leaves out graphs of prefill, the host is slower than the GPU."""
     logger.warning(
         "sglang_sparse: a rectifying pass ran without a CUDA graph, which takes longer; SGLang's lines at start say "
-        "which graphs it has for prefill: none where memory is short, and on the decode server of a pair none without "
-        "--cuda-graph-backend-prefill"
+        "which graphs it has for prefill: none where memory is short, and with pipeline parallelism none without "
+        "--cuda-graph-backend-prefill breakable"
     )
 
 

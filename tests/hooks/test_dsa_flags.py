@@ -8,47 +8,12 @@ import pytest
 import torch
 from refusals import refused
 from sglang.srt.environ import envs
-from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import dsa_flags
 from sglang_sparse.hooks.judge import judge_flags
 from sglang_sparse.methods.dsa.decode import STAGES
 from sglang_sparse.tools import dry_run
-
-
-@pytest.mark.parametrize(
-    ("choice", "graphs", "left"),
-    [
-        ("portable", "breakable", "disabled"),
-        ("portable", "disabled", "disabled"),
-        ("native", "breakable", "breakable"),
-        ("native", "full", "full"),
-        ("auto", "breakable", "breakable"),
-        ("auto", "full", "disabled"),
-    ],
-)
-def test_prefill_graphs_that_the_indexer_cannot_be_in(
-    choice: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = CudaGraphConfig(prefill=PhaseConfig(backend=graphs))
-    args: Any = SimpleNamespace(cuda_graph_config=config, attn_dp_size=1)
-    dsa_flags.disable_prefill_graphs(args, build("resa", {}))
-    assert args.cuda_graph_config.prefill.backend == graphs
-    dsa_flags.disable_prefill_graphs(args, build("dsa", {"implementation": choice}))
-    assert args.cuda_graph_config.prefill.backend == left
-    assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
-
-
-def test_prefill_graphs_that_would_make_decode_steps_dense(caplog: pytest.LogCaptureFixture) -> None:
-    """With data-parallel attention; a prefill method alone has no sparse decode."""
-    config = CudaGraphConfig(prefill=PhaseConfig(backend="breakable"))
-    args: Any = SimpleNamespace(cuda_graph_config=config, attn_dp_size=2)
-    dsa_flags.disable_prefill_graphs(args, build(None, {}, "anchor", {}))
-    assert args.cuda_graph_config.prefill.backend == "breakable"
-    dsa_flags.disable_prefill_graphs(args, build("resa", {}))
-    assert args.cuda_graph_config.prefill.backend == "disabled" and "would make decode steps dense" in caplog.text
-
 
 DSA = build("dsa", {})
 DEFAULTS = {"dsa_topk_backend": "sgl-kernel", "dsa_paged_mqa_logits_backend": "auto", "dtype": "auto"}
