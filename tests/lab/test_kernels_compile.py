@@ -93,7 +93,7 @@ options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
 aligned = lambda name: name.endswith("_ptr") or "stride" in name and name != "table_stride"
 for capability, kind in ((80, "*bf16"), (90, "*bf16"), (90, "*fp8e4nv"), (120, "*bf16")):
     kinds = {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_ptr": kind, "v_ptr": kind}
-    kinds |= {"factor_ptr": "*fp32", "stats_ptr": "*i64"}
+    kinds |= {"factor_ptr": "*fp32", "stats_ptr": "*i64", "sinks_ptr": "*bf16"}
     constants = {"HEADS": 32, "GROUP": 4, "DIM": 128, "V_DIM": 128, "BLOCK_DIM": 128, "BLOCK_V_DIM": 128, "PAGE": 16}
     constants |= {"TILE_QUERIES": TILE_QUERIES, "BLOCK_KEYS": BLOCK_KEYS, "UPCAST": False}
     compiled = compile_for(capability, kernel, kinds, constants, aligned=aligned, **options)

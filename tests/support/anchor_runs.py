@@ -35,7 +35,7 @@ def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
 
 
 def dense(arguments: dict[str, Any], case: Any) -> torch.Tensor:
-    """Causal attention of the rows of a case in float64."""
+    """Causal attention of the rows of a case in float64, with the sinks of the arguments if there are any."""
     results, first = [], 0
     for row, (prefix, extend) in enumerate(zip(case.prefixes, case.extends, strict=True)):
         slots = row_slots(arguments, row, prefix + extend)
@@ -46,10 +46,17 @@ def dense(arguments: dict[str, Any], case: Any) -> torch.Tensor:
         )
         logits = torch.einsum("qhd,khd->hqk", q, keys) * (arguments["sm_scale"] * arguments["k_scale"])
         causal = torch.ones(extend, prefix + extend, dtype=torch.bool, device=q.device).tril(prefix)
-        weights = logits.masked_fill(~causal, float("-inf")).softmax(dim=-1)
+        weights = with_sinks(logits.masked_fill(~causal, float("-inf")), arguments.get("sinks"))
         results.append(torch.einsum("hqk,khd->qhd", weights, values) * arguments["v_scale"])
         first += extend
     return torch.cat(results)
+
+
+def with_sinks(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the last dimension of logits ``[heads, queries, keys]``, where each head may have a sink."""
+    sinks = logits.new_full((len(logits),), float("-inf")) if sinks is None else sinks.to(logits.dtype)
+    column = sinks[:, None, None].expand(*logits.shape[:2], 1)
+    return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def garbled(arguments: dict[str, Any], case: Any) -> dict[str, Any]:

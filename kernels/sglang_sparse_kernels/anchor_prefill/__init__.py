@@ -29,6 +29,7 @@ def anchor_prefill(
     out: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
     means: Mapping[int, GroupMeans] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged extend batch in which each step group of queries picks the earlier keys it attends to.
 
@@ -48,6 +49,9 @@ def anchor_prefill(
     the last blocks of the group before, too, so many that they are three eighths in all: it would pick far less than
     one piece does.
 
+    An attention sink ``s`` adds ``exp(s)`` to the denominator of each softmax of its head. It is no anchor: which keys
+    a group attends to is the same without it.
+
     Args:
         q: ``[N, Hq, d]``, float32 (CPU only), float16 or bfloat16, the query tokens of all rows one after the other;
             ``d`` is contiguous.
@@ -66,6 +70,7 @@ def anchor_prefill(
             dense causal attention are added, over all query heads.
         means: by row, what passes hand on: read where the plan has carried queries, or cuts a group in a slice that
             does not have the group before; written for each of these rows that has queries in the pass.
+        sinks: optional ``[Hq]``, bfloat16 or float32, contiguous, in natural units.
 
     Returns:
         ``[N, Hq, dv]`` in the dtype of ``q``.
@@ -90,11 +95,12 @@ def anchor_prefill(
         raise ValueError(f"block_size must be a multiple of page_size, got {plan.block_size} and {page_size}")
     checks.check_plan(q, page_table, plan, page_size)
     checks.check_logit_scale(sm_scale, k_scale)
+    checks.check_sinks(q, sinks)
     means = means or {}
     check_means(q, plan, means)
     arguments = (q, k_cache, v_cache, page_table, plan, theta, page_size, sm_scale, k_scale, v_scale, out, stats, means)
     if checks.use_reference(q):
-        return reference.anchor_prefill(*arguments)
+        return reference.anchor_prefill(*arguments, sinks=sinks)
     from . import triton
 
-    return triton.anchor_prefill(*arguments)
+    return triton.anchor_prefill(*arguments, sinks=sinks)

@@ -67,6 +67,7 @@ def anchor_prefill(
     stats: torch.Tensor | None = None,
     means: Mapping[int, GroupMeans] | None = None,
     replace: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``anchor_prefill.anchor_prefill``.
 
@@ -96,7 +97,8 @@ def anchor_prefill(
                     keys = replace(F.pad(active, (first, start - block.window), value=True), first, last)
                     state, first = _anchor(queries, row, block._replace(window=start), 0, scale), 0
                 state = _resume(query, row, keys, state, first, scale)
-                result = (state.output / state.total[..., None] * v_scale).flatten(0, 1)
+                total = _with_sinks(state, sinks)
+                result = (state.output / total[..., None] * v_scale).flatten(0, 1)
                 results[block.first_query : block.first_query + block.num_queries] = result.transpose(0, 1)
     for row in latest.keys() & means.keys():
         latest[row].hand_on(means[row], scale)
@@ -161,6 +163,12 @@ def active_keys(
     """Which candidate keys are active for a row's group, ``[Hq, candidates]`` bool; see ``key_gaps``."""
     gaps = key_gaps(q, k_cache, page_table, plan, page_size, sm_scale, k_scale, row, group, means)
     return _hit(gaps, theta[row]).any(0)
+
+
+def _with_sinks(state: State, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return state.total
+    return state.total + (sinks.float().view(*state.total.shape[:2], 1) - state.maximum).exp()
 
 
 def _by_kv_head(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

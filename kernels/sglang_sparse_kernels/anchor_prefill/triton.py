@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..common.launch import LOG2_E, MIN_DOT
-from ..common.paged_prefill import load_rows, load_slots, softmax_step
+from ..common.paged_prefill import finish, load_rows, load_slots, softmax_step
 from .launch import Config, Launch, default_config
 from .means import GroupMeans, carried_means, hands_on
 from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch
@@ -293,6 +293,7 @@ def _sparse_kernel(
     slots_ptr,
     counts_ptr,
     out_ptr,
+    sinks_ptr,
     q_stride_row,
     q_stride_head,
     k_stride_slot,
@@ -358,7 +359,7 @@ def _sparse_kernel(
         maximum, total, output = _attend(
             query, k_rows, v_rows, valid, limits, scale, maximum, total, output, DIM, V_DIM, True
         )
-    output *= (v_scale / total)[:, None]
+    output = finish(scale, v_scale, sinks_ptr, head, maximum, total, output)
     tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
@@ -377,6 +378,7 @@ def anchor_prefill(
     stats: torch.Tensor | None = None,
     means: Mapping[int, GroupMeans] | None = None,
     config: Config | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``anchor_prefill.anchor_prefill``."""
     config = config or default_config(plan.block_size, max(q.shape[2], v_cache.shape[2]), q.device)
@@ -384,7 +386,7 @@ def anchor_prefill(
     for piece in plan.slices:
         window = slice(piece.first_query, piece.first_query + piece.num_queries)
         launch = Launch(q[window], k_cache, v_cache, page_table, plan, piece, page_size, sm_scale * k_scale, config)
-        counts = _attend_slice(launch, theta, out[window], v_scale, means or {})
+        counts = _attend_slice(launch, theta, out[window], v_scale, means or {}, sinks)
         pairs += (counts.sum(dim=1) * piece.part_table[:, 4]).sum() if stats is not None else 0
     if stats is not None:
         stats[0] += pairs + plan.anchor_pairs * q.shape[1]
@@ -459,13 +461,18 @@ def _hand_on(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) 
 
 
 def _attend_slice(
-    launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scale: float, means: Mapping[int, GroupMeans]
+    launch: Launch,
+    theta: torch.Tensor,
+    out: torch.Tensor,
+    v_scale: float,
+    means: Mapping[int, GroupMeans],
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend in one slice, whose scratch ends here; returns the active keys' counts."""
     piece, scratch = launch.piece, find_active_keys(launch, theta, means)
     _sparse_kernel[(len(piece.blocks), launch.q.shape[1])](
         *(launch.q, launch.k_cache, launch.v_cache, piece.block_table, piece.part_table),
-        *(scratch.maximum, scratch.total, scratch.output, scratch.slots, scratch.counts, out),
+        *(scratch.maximum, scratch.total, scratch.output, scratch.slots, scratch.counts, out, sinks),
         *launch.strides("q", "k_cache", "v_cache"),
         *(piece.num_queries, launch.scale * LOG2_E, v_scale),
         **launch.constants("BLOCK_HEADS", "GROUP", "DIM", "V_DIM", "BLOCK_DIM", "BLOCK_V_DIM", "TILE", "UPCAST"),

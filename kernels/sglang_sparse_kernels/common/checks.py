@@ -100,6 +100,16 @@ def result(
     return given
 
 
+def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Raise ValueError unless ``sinks`` are one number for each head of ``q``, ``[..., Hq, d]``, or None."""
+    if sinks is None:
+        return
+    check_tensor("sinks", sinks, 1, (torch.bfloat16, torch.float32))
+    check_shape("sinks", sinks, (q.shape[-2],))
+    check_contiguous("sinks", sinks)
+    check_device(q.device, sinks=sinks)
+
+
 def check_page_size(page_size: int) -> None:
     """Raise ValueError unless ``page_size`` is a power of two from 1 to 64."""
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):

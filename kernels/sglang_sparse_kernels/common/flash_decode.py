@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import await_inputs
+from .launch import LOG2_E, await_inputs
 
 # Partial results that one program of the combination holds, and that a warp of it has at least.
 _COMBINE_TILE = 4096
 _COMBINE_WARP = 1024
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 def num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> int:
@@ -56,11 +57,18 @@ def split_bytes(rows: int, splits: int, v_dim: int, dtype: torch.dtype, narrow: 
 
 
 @triton.jit
+def load_sinks(sinks_ptr, heads, in_group):
+    """The attention sinks of some heads, to base 2."""
+    return tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2_E
+
+
+@triton.jit
 def _combine(
     partial_ptr,
     lse_ptr,
     out_ptr,
     used,
+    sinks_ptr,
     GROUP: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -79,8 +87,12 @@ def _combine(
     pointers = partial_ptr + rows[:, :, None] * V_DIM + v_dims
     partial = tl.load(pointers, mask=in_partial, other=0.0, cache_modifier=".cg").to(tl.float32)
     maximum = tl.max(lse, axis=1)
-    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum)[:, None])
+    finite = tl.where(maximum == float("-inf"), 0.0, maximum)
+    weights = tl.exp2(lse - finite[:, None])
     total = tl.sum(weights, axis=1)
+    if sinks_ptr is not None:
+        heads = tl.arange(0, BLOCK_MEMBERS)
+        total += tl.exp2(load_sinks(sinks_ptr, heads, heads < GROUP) - finite)
     output = tl.sum(partial * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
     v_dims = tl.arange(0, BLOCK_V_DIM)[None, :]
     in_out = (members < GROUP) & (v_dims < V_DIM)
@@ -105,14 +117,19 @@ def hand_on(
     BLOCK_MEMBERS: tl.constexpr = 1,
     BLOCK_SPLITS: tl.constexpr = 1,
     FUSED: tl.constexpr = False,
+    sinks_ptr=None,
 ):
     """Store what one split has found for some ``members`` of a row's ``GROUP`` heads, or the output if it is the only
     one; with ``FUSED``, of all members, the last of the ``used`` splits combines them.
+
+    The sinks of these heads enter the output alone: once a row, whatever its splits are.
     """
     v_dims = tl.arange(0, output.shape[1])
     in_out = in_group[:, None] & (v_dims < V_DIM)[None, :]
     offsets = members[:, None] * V_DIM + v_dims[None, :]
     if SPLITS == 1 or (FUSED and used <= 1):
+        if sinks_ptr is not None:
+            output *= (1.0 / (1.0 + tl.exp2(load_sinks(sinks_ptr, members, in_group) - lse)))[:, None]
         tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
     else:
         tl.store(lse_ptr + split * GROUP + members, lse, mask=in_group)
@@ -124,7 +141,16 @@ def hand_on(
             if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == used - 1:
                 tl.store(arrivals_ptr, 0)
                 _combine(
-                    partial_ptr, lse_ptr, out_ptr, used, GROUP, BLOCK_MEMBERS, V_DIM, output.shape[1], BLOCK_SPLITS
+                    partial_ptr,
+                    lse_ptr,
+                    out_ptr,
+                    used,
+                    sinks_ptr,
+                    GROUP,
+                    BLOCK_MEMBERS,
+                    V_DIM,
+                    output.shape[1],
+                    BLOCK_SPLITS,
                 )
 
 
@@ -134,6 +160,8 @@ def _combine_kernel(
     lse_ptr,
     counts_ptr,
     out_ptr,
+    sinks_ptr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_V_DIM: tl.constexpr,
@@ -158,8 +186,11 @@ def _combine_kernel(
     lse = tl.where(used, lse, float("-inf"))
     partial = tl.where(used[:, None], partial, 0.0)
     maximum = tl.max(lse, axis=0)
-    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
+    finite = tl.where(maximum == float("-inf"), 0.0, maximum)
+    weights = tl.exp2(lse - finite)
     total = tl.sum(weights, axis=0)
+    if sinks_ptr is not None:
+        total += tl.exp2(load_sinks(sinks_ptr, q_head % HEADS, True) - finite)
     output = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + q_head * V_DIM + v_dims, output.to(out_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
@@ -172,6 +203,7 @@ def combine(
     splits: int,
     tile_pages: int,
     dependent: bool,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Combine the splits of each row and query head in a fixed order.
 
@@ -183,6 +215,7 @@ def combine(
         splits: splits of each KV head.
         tile_pages: pages of a tile, which a split has whole numbers of.
         dependent: launched before the splits have ended.
+        sinks: ``[Hq]``, in natural units, or None.
     """
     batch, num_q_heads, v_dim = out.shape
     block_splits = triton.next_power_of_2(splits)
@@ -192,6 +225,8 @@ def combine(
         lse,
         counts,
         out,
+        sinks,
+        HEADS=num_q_heads,
         GROUP=num_q_heads // counts.shape[1],
         V_DIM=v_dim,
         BLOCK_V_DIM=block_v_dim,

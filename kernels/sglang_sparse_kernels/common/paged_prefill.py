@@ -6,6 +6,8 @@
 import triton
 import triton.language as tl
 
+from .flash_decode import load_sinks
+
 
 @triton.jit
 def load_slots(table_ptr, positions, end, PAGE: tl.constexpr):
@@ -39,3 +41,11 @@ def softmax_step(query, logits, v_rows, valid, scale, maximum, total, output, V_
     total = total * decay + tl.sum(weights, axis=1)
     output = tl.dot(weights.to(query.dtype), values.to(query.dtype), output * decay[:, None], input_precision="ieee")
     return new_maximum, total, output
+
+
+@triton.jit
+def finish(scale, v_scale, sinks_ptr, head, maximum, total, output):
+    """The output of a tile of queries of one head, which may have an attention sink, from their last state."""
+    if sinks_ptr is not None:
+        total += tl.exp2(load_sinks(sinks_ptr, head, True) - maximum * scale)
+    return output * (v_scale / total)[:, None]

@@ -29,6 +29,7 @@ def skip_softmax_decode(
     stats: torch.Tensor | None = None,
     usual_pages: int | None = None,
     arrivals: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row's newest token that skips blocks of keys whose softmax weights would be small.
 
@@ -49,6 +50,9 @@ def skip_softmax_decode(
     and keys alone, not of the order of visits, the number of programs, or the rest of the batch. Against a running
     maximum that starts from the same blocks as many blocks are skipped or fewer, never others. ``lambda`` is at most 1,
     or the heaviest keys of other blocks could be skipped. The source leaves block and order to its kernels.
+
+    An attention sink ``s`` adds ``exp(s)`` to the denominator of each softmax of its head. What is skipped is the same
+    without it.
 
     Nothing waits for the device, and sizes depend on shapes alone: calls may be captured in a CUDA graph. What the
     kernels allocate is in ``scratch_bytes``.
@@ -72,6 +76,7 @@ def skip_softmax_decode(
             is served, whatever this says.
         arrivals: optional ``[B, Hkv]`` int32, contiguous, all 0 and left so: by it the parts of a row that run beside
             each other may be combined without another launch. Calls that may run at the same time need their own.
+        sinks: optional ``[Hq]``, bfloat16 or float32, contiguous, in natural units; the kernel in CUDA C++ knows none.
 
     Returns:
         ``[B, Hq, dv]`` in the dtype of ``q``.
@@ -101,13 +106,14 @@ def skip_softmax_decode(
         checks.check_device(q.device, arrivals=arrivals)
     checks.check_page_size(page_size)
     checks.check_logit_scale(sm_scale, k_scale)
+    checks.check_sinks(q, sinks)
     rows = (page_table, n_pages, last_slots, threshold_scale_factor)
-    inputs = reference.Inputs(q, k_cache, v_cache, *rows, page_size, sm_scale, k_scale, v_scale)
+    inputs = reference.Inputs(q, k_cache, v_cache, *rows, page_size, sm_scale, k_scale, v_scale, sinks)
     if checks.use_reference(q):
         return reference.skip_softmax_decode(inputs, out, stats)
     from . import cuda, triton
 
-    if cuda.faster(q.device) and cuda.takes(q, k_cache, v_cache, out):
+    if sinks is None and cuda.faster(q.device) and cuda.takes(q, k_cache, v_cache, out):
         return cuda.skip_softmax_decode(inputs, out, stats, usual_pages=usual_pages, arrivals=arrivals)
     return triton.skip_softmax_decode(inputs, out, stats, usual_pages=usual_pages)
 

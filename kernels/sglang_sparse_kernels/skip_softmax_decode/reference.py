@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..sparse_decode.reference import softmax
+
 # Part of the definition: what is skipped depends on both. Not measured yet.
 BLOCK_KEYS = 64
 LOCAL_BLOCKS = 2
@@ -26,6 +28,7 @@ class Inputs:
     sm_scale: float
     k_scale: float
     v_scale: float
+    sinks: torch.Tensor | None = None
 
 
 def skip_softmax_decode(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,7 +48,7 @@ def skip_softmax_decode(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor |
         kept = kept_blocks(block_maxima(logits), log_lambda)
         read = kept.repeat_interleave(BLOCK_KEYS, dim=-1)[..., :length]
         logits = logits.masked_fill(~read[:, None], -INF)
-        weights = logits.softmax(-1).masked_fill(logits.amax(-1, keepdim=True) == -INF, 0.0)
+        weights = softmax(logits, inputs.sinks).masked_fill(logits.amax(-1, keepdim=True) == -INF, 0.0)
         # What is not read is not there: a broken value of a skipped block would make zero times NaN.
         values = v_cache[slots].float().transpose(0, 1).masked_fill(~read[..., None], 0.0)
         out[row] = (weights @ values * inputs.v_scale).flatten(0, 1)

@@ -164,6 +164,7 @@ def _split_kernel(
     partial_ptr,
     lse_ptr,
     stats_ptr,
+    sinks_ptr,
     q_stride_row,
     q_stride_head,
     k_stride_slot,
@@ -240,6 +241,7 @@ def _split_kernel(
             HEADS * GROUP,
             V_DIM,
             SPLITS,
+            sinks_ptr=sinks_ptr,
         )
         if stats_ptr is not None:
             visited = tl.where(sparse, tl.cdiv(blocks - split, SPLITS), 0)
@@ -289,7 +291,7 @@ def skip_softmax_decode(
     group = num_q_heads // heads
     _split_kernel[(splits, heads, batch)](
         *(q, k_cache, v_cache, page_table, n_pages, inputs.last_slots, inputs.threshold_scale_factor),
-        *(out, partial, lse, stats),
+        *(out, partial, lse, stats, inputs.sinks),
         *(stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]),
         *(page_table.stride(0), inputs.sm_scale * inputs.k_scale * LOG2_E, inputs.v_scale),
         HEADS=heads,
@@ -313,5 +315,6 @@ def skip_softmax_decode(
     )
     if splits > 1:
         # One count for all heads of a row, whose results lie side by side in each split.
-        combine(partial, lse, n_pages[:, None], out, splits, BLOCK_KEYS // inputs.page_size, dependent)
+        tile_pages = BLOCK_KEYS // inputs.page_size
+        combine(partial, lse, n_pages[:, None], out, splits, tile_pages, dependent, inputs.sinks)
     return out

@@ -25,6 +25,7 @@ def skip_softmax_prefill(
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged extend batch that skips blocks of keys whose softmax weights would be small.
 
@@ -36,6 +37,9 @@ def skip_softmax_prefill(
     The first block is never skipped, so that no row is empty. A key that makes a logit +infinite or NaN is never
     skipped, nor is any block after it for its tile, so that it shows in the output as in dense attention; a broken
     value shows where its block is not skipped.
+
+    An attention sink ``s`` adds ``exp(s)`` to the denominator of each softmax of its head. What is skipped is the same
+    without it.
 
     Differences from the source: ``context`` is the position behind the tile, not the length of the sequence. What a
     tile skips is then the same in prompts of any length and in any chunks of whole tiles, and KV may be shared. In a
@@ -59,6 +63,7 @@ def skip_softmax_prefill(
         stats: optional ``[4]`` int64 on the device of ``q``, contiguous, to which are added, over all query heads: the
             query-key pairs attended, the pairs of dense causal attention, and of sparse tiles the blocks skipped and
             those visited.
+        sinks: optional ``[Hq]``, bfloat16 or float32, contiguous, in natural units; the kernel for Hopper knows none.
 
     Returns:
         ``[N, Hq, dv]`` in the dtype of ``q``.
@@ -84,10 +89,12 @@ def skip_softmax_prefill(
     checks.check_page_size(page_size)
     checks.check_plan(q, page_table, plan, page_size)
     checks.check_logit_scale(sm_scale, k_scale)
-    scales = (sm_scale, k_scale, v_scale)
+    checks.check_sinks(q, sinks)
+    scales = (sm_scale, k_scale, v_scale, sinks)
     inputs = reference.Inputs(q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, *scales)
     if checks.use_reference(q):
         return reference.skip_softmax_prefill(inputs, out, stats)
-    from . import launch
+    from . import launch, triton
 
-    return launch.kernels(q, k_cache, v_cache, plan, page_size).skip_softmax_prefill(inputs, out, stats)
+    kernels = launch.kernels(q, k_cache, v_cache, plan, page_size) if sinks is None else triton
+    return kernels.skip_softmax_prefill(inputs, out, stats)

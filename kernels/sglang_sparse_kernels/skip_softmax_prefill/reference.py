@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..sparse_decode.reference import softmax
 from .plan import QueryTile, SkipSoftmaxPlan
 
 INF = float("inf")
@@ -24,6 +25,7 @@ class Inputs:
     sm_scale: float
     k_scale: float
     v_scale: float
+    sinks: torch.Tensor | None = None
 
 
 def skip_softmax_prefill(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,7 +44,7 @@ def skip_softmax_prefill(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor 
         threshold = log_threshold(tile, float(inputs.threshold_scale_factor[tile.row]))
         kept = kept_blocks(block_maxima(logits, plan.block_keys), threshold)
         read = kept.repeat_interleave(plan.block_keys, dim=-1)[..., : len(positions)]
-        weights = logits.masked_fill_(~read[:, :, None], -INF).softmax(-1)
+        weights = softmax(logits.masked_fill_(~read[:, :, None], -INF), inputs.sinks, inner=2)
         # What is not read is not there: a broken value of a skipped block would make zero times NaN.
         values = v_cache[slots].float().transpose(0, 1)[:, None].masked_fill(~read[..., None], 0.0)
         out[window] = (weights @ values * inputs.v_scale).flatten(0, 1).transpose(0, 1)

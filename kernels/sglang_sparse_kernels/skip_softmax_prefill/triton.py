@@ -11,7 +11,7 @@ import triton.language as tl
 from triton import knobs
 
 from ..common.launch import LOG2_E
-from ..common.paged_prefill import load_rows, load_slots, softmax_step
+from ..common.paged_prefill import finish, load_rows, load_slots, softmax_step
 from .plan import QueryTile
 from .reference import Inputs
 
@@ -87,6 +87,7 @@ def _skip_softmax_kernel(
     factor_ptr,
     out_ptr,
     stats_ptr,
+    sinks_ptr,
     q_stride_row,
     q_stride_head,
     k_stride_slot,
@@ -158,7 +159,7 @@ def _skip_softmax_kernel(
             q, k_rows, v_rows, every, None, count, scale, gap, maximum, total, output, skipped, lost, DIM, V_DIM, False
         )
         slot = ahead
-    output *= (v_scale / total)[:, None]
+    output = finish(scale, v_scale, sinks_ptr, head, maximum, total, output)
     offsets = (first_query + members)[:, None] * (HEADS * V_DIM) + head * V_DIM + v_dims[None, :]
     in_out = in_tile[:, None] & (v_dims < V_DIM)[None, :]
     tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
@@ -184,6 +185,7 @@ def skip_softmax_prefill(
         return out
     _skip_softmax_kernel[(len(plan.tiles), heads)](
         *(q, k_cache, v_cache, page_table, plan.table, inputs.threshold_scale_factor, out, stats),
+        inputs.sinks,
         *(stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]),
         *(page_table.stride(0), inputs.sm_scale * inputs.k_scale * LOG2_E, inputs.v_scale),
         HEADS=heads,

@@ -26,18 +26,22 @@ def sparse_decode(
     usual_pages: int | None = None,
     arrivals: torch.Tensor | None = None,
     queries: int = 1,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Exact softmax attention of every query head over the tokens of its KV head's selected pages.
 
     In the page that holds ``last_slots[b]`` only the slots up to it count. With ``page_size=1`` the indices are token
     slots. A row with a count of 0 gives zeros. What the kernels allocate is in ``scratch_bytes``.
 
+    An attention sink ``s`` adds ``exp(s)`` to the denominator of each softmax of its head, whatever is selected.
+
     A row's newest tokens may ask together: each attends to the row's selection up to itself, and a page's keys and
     values are read once for all of them.
 
     Triton's kernels serve on every GPU, launched as was fastest on one H200 for the shape of the call (``plan``). FA3
     and FlashInfer, given each KV head's pages as a row of its own, were not faster there over the same pages
-    (``eval.lab.bench_kernels``), so no library serves. Of few tokens there is a kernel in CUDA C++ (``cuda``).
+    (``eval.lab.bench_kernels``), so no library serves. Of few tokens there is a kernel in CUDA C++ (``cuda``), which
+    knows no sinks.
 
     Args:
         q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous. With ``queries`` the heads are
@@ -60,6 +64,7 @@ def sparse_decode(
         queries: tokens of a row that ask; ``last_slots[b]`` is the newest one's. Above 1, ``indices`` are in ascending
             order of position, and each list ends with the row's newest ``ceil((queries - 1) / page_size) + 1`` pages,
             or with as many as the row has.
+        sinks: optional ``[Hq]``, bfloat16 or float32, contiguous, in natural units, heads in the order of ``q``.
 
     Returns:
         ``[B, Hq, dv]`` in the dtype of ``q``, heads in its order.
@@ -78,7 +83,7 @@ def sparse_decode(
         [5.0, 5.0]
     """
     inputs = reference.Inputs(
-        q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, queries
+        q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, queries, sinks
     )
     _check_arguments(inputs, arrivals)
     out = checks.result("out", out, (*q.shape[:2], v_cache.shape[2]), q.dtype, q.device)
@@ -88,7 +93,7 @@ def sparse_decode(
 
     tokens = (usual_pages or indices.shape[2]) * page_size
     pairs = planned_rows(counts.shape[0]) * counts.shape[1]
-    config = cuda.config_of(pairs, tokens, q.device) if queries == 1 else None
+    config = cuda.config_of(pairs, tokens, q.device) if queries == 1 and sinks is None else None
     if config is not None and cuda.takes(q, k_cache, v_cache, out):
         return cuda.sparse_decode(inputs, out, config)
     return triton.sparse_decode(inputs, out, usual_pages=usual_pages, arrivals=arrivals)
@@ -150,5 +155,6 @@ def _check_arguments(inputs: reference.Inputs, arrivals: torch.Tensor | None) ->
     checks.check_contiguous("indices", indices)
     checks.check_exactly("counts", inputs.counts, (batch, num_kv_heads), torch.int32)
     checks.check_exactly("last_slots", inputs.last_slots, (batch,), torch.int64)
+    checks.check_sinks(q, inputs.sinks)
     if arrivals is not None:
         checks.check_exactly("arrivals", arrivals, (batch, num_kv_heads), torch.int32)

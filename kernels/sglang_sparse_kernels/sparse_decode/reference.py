@@ -22,6 +22,7 @@ class Inputs:
     k_scale: float
     v_scale: float
     queries: int = 1
+    sinks: torch.Tensor | None = None
 
 
 @row_by_row("q", "indices", "counts", "last_slots")
@@ -41,12 +42,27 @@ def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     query = q.float().view(batch, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     logits = query @ keys.transpose(-1, -2) * (inputs.sm_scale * inputs.k_scale)
     seen = _causal(inputs, valid).repeat_interleave(num_q_heads // num_kv_heads // inputs.queries, dim=2)
-    weights = logits.masked_fill_(~seen, float("-inf")).softmax(dim=-1)
+    weights = softmax(logits.masked_fill_(~seen, float("-inf")), inputs.sinks)
     result = weights @ values * inputs.v_scale
     # The softmax over no tokens at all is NaN.
     result.masked_fill_((inputs.counts == 0)[:, :, None, None], 0.0)
     out.copy_(result.reshape(out.shape))
     return out
+
+
+def softmax(logits: torch.Tensor, sinks: torch.Tensor | None, inner: int = 1) -> torch.Tensor:
+    """Return the softmax over the last dimension, of one more column where there are sinks, which is left out again.
+
+    Args:
+        logits: ``[..., Hkv, G, T]`` in natural units, or ``[..., Hkv, G, n, T]``.
+        sinks: ``[Hkv * G]``, or None.
+        inner: dimensions behind those of the heads, 1 or 2.
+    """
+    if sinks is None:
+        return logits.softmax(-1)
+    heads = logits.shape[-inner - 2 : -inner]
+    column = sinks.float().view(*heads, *(1,) * inner).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

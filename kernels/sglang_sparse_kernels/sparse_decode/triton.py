@@ -109,6 +109,7 @@ def _split_kernel(
     partial_ptr,
     lse_ptr,
     arrivals_ptr,
+    sinks_ptr,
     q_stride_row,
     q_stride_head,
     k_stride_slot,
@@ -138,21 +139,19 @@ def _split_kernel(
     await_inputs(DEPENDENT)
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pair = (row * HEADS + head).to(tl.int64)
-    tokens, members = tl.arange(0, BLOCK_TOKENS), tl.arange(0, BLOCK_GROUP)
-    dims = tl.arange(0, BLOCK_DIM)
+    tokens, members, dims = tl.arange(0, BLOCK_TOKENS), tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_DIM)
     # Splits take tiles in turn: whatever the count on the device is, they differ by one tile at most.
     first_page = split * (BLOCK_TOKENS // PAGE)
     indices_ptr += pair * max_pages
     q_ptr += row.to(tl.int64) * q_stride_row + head * GROUP * q_stride_head
+    if sinks_ptr is not None:
+        sinks_ptr += head * GROUP
     # No load waits for another one: an id beyond the count is read as well, whatever it is, and dropped afterwards.
     count = tl.load(counts_ptr + pair)
     ids = load_ids(indices_ptr, first_page, max_pages, tokens, PAGE)
     last_slot = tl.load(last_slots_ptr + row)
-    query = tl.load(
-        q_ptr + members[:, None] * q_stride_head + dims[None, :],
-        mask=(members < GROUP)[:, None] & (dims < DIM)[None, :],
-        other=0.0,
-    )
+    in_query = (members < GROUP)[:, None] & (dims < DIM)[None, :]
+    query = tl.load(q_ptr + members[:, None] * q_stride_head + dims[None, :], mask=in_query, other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
     # The first one writes the zeros of a row without pages.
@@ -197,6 +196,7 @@ def _split_kernel(
             BLOCK_MEMBERS,
             BLOCK_SPLITS,
             FUSED,
+            sinks_ptr,
         )
 
 
@@ -225,7 +225,7 @@ def sparse_decode(
     tensors = (q, k_cache, v_cache, inputs.indices, counts, inputs.last_slots, out, partial, lse)
     strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]]
     _split_kernel[(splits, heads, batch)](
-        *(*tensors, arrivals if fused else counts, *strides, max_pages),
+        *(*tensors, arrivals if fused else counts, inputs.sinks, *strides, max_pages),
         inputs.sm_scale * inputs.k_scale * LOG2_E,
         inputs.v_scale,
         **_shape_constants(heads, group, dim, v_dim),
@@ -244,7 +244,7 @@ def sparse_decode(
         launch_pdl=dependent,
     )
     if splits > 1 and not fused:
-        combine(partial, lse, counts, out, splits, tile_pages, dependent)
+        combine(partial, lse, counts, out, splits, tile_pages, dependent, inputs.sinks)
     return out
 
 
