@@ -19,6 +19,37 @@ from sglang_cpu_platform import invariant
 ROWS = 128  # query rows per kernel call: bounds the mask, and how much of it is wasted
 
 
+def allow_windows() -> None:
+    """Let SGLang's lists of backends with windows and attention sinks have torch_native, for models with one KV pool.
+
+    Of a second pool for windows it would read the wrong slots.
+    """
+    from sglang.srt.arg_groups import model_hook
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+
+    def backends(view: Any) -> tuple[str | None, ...]:
+        found = attention_backends_of(view)
+        return ("triton", "triton") if view.disable_hybrid_swa_memory and set(found) == {"torch_native"} else found
+
+    # A hook would put it in the place of the function in all other modules, too.
+    model_hook.attention_backends_of = backends
+
+
+def take_sinks(
+    original: Callable[..., torch.Tensor],
+    backend: Any,
+    *args: Any,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Hook around ``TorchNativeAttnBackend.forward_extend`` and ``forward_decode``, which know no attention sinks.
+
+    ``sinks`` is ``[heads]``, a logit of each head without a value.
+    """
+    backend.sinks = sinks
+    return original(backend, *args, **options)
+
+
 def extend(
     original: Callable[..., torch.Tensor],
     backend: Any,
@@ -34,16 +65,18 @@ def extend(
     encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_extend``; plain causal attention only.
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_extend``; causal attention, in windows only with sinks.
 
     A verification of drafts comes without lengths of its own, and the rows' lengths are without its tokens.
     """
     if extend_seq_lens is None:
         extend_seq_lens = torch.full_like(seq_lens, len(query) // len(seq_lens))
         extend_prefix_lens, seq_lens = seq_lens, seq_lens + extend_seq_lens
-    if encoder_lens is None and options["causal"] and options["sliding_window_size"] is None:
+    sinks = getattr(backend, "sinks", None)
+    ours = sinks is not None or options["sliding_window_size"] is None
+    if ours and encoder_lens is None and options["causal"]:
         caches = (k_cache, v_cache, req_to_token)
-        return _attend(query, output, *caches, req_pool_indices, seq_lens, extend_seq_lens, options)
+        return _attend(query, output, *caches, req_pool_indices, seq_lens, extend_seq_lens, options, sinks)
     cached = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
@@ -61,14 +94,16 @@ def decode(
     encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes only.
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes, and sinks, only.
 
     And with deterministic inference, where it must give what a prefill of the same token does.
     """
     ours = k_cache.shape[-1] != v_cache.shape[-1] or invariant.enabled()
-    if ours and encoder_lens is None and options["sliding_window_size"] is None:
+    sinks = getattr(backend, "sinks", None)
+    ours = sinks is not None or (ours and options["sliding_window_size"] is None)
+    if ours and encoder_lens is None:
         caches = (k_cache, v_cache, req_to_token)
-        return _attend(query, output, *caches, req_pool_indices, seq_lens, torch.ones_like(seq_lens), options)
+        return _attend(query, output, *caches, req_pool_indices, seq_lens, torch.ones_like(seq_lens), options, sinks)
     cached = (req_to_token, req_pool_indices, seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
@@ -83,10 +118,11 @@ def _attend(
     seq_lens: torch.Tensor,
     new_lens: torch.Tensor,
     options: dict[str, Any],
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Causal attention of the last ``new_lens[i]`` tokens of every row over all its ``seq_lens[i]`` tokens.
 
-    ``query`` and ``output`` are ``[tokens, heads, dim]``, the caches ``[slots, kv_heads, dim]``.
+    ``query`` and ``output`` are ``[tokens, heads, dim]``, the caches ``[slots, kv_heads, dim]``, ``sinks`` ``[heads]``.
     """
     width, step = v_cache.shape[-1], 1 if invariant.enabled() else ROWS
     start = 0
@@ -96,18 +132,32 @@ def _attend(
         values = v_cache[slots].to(query.dtype).transpose(0, 1).unsqueeze(0)
         # The flash kernel wants equal sizes; zeros change nothing and are cut off again.
         values = pad(values, (0, keys.shape[-1] - width))
+        extra = 0 if sinks is None else 1
+        # A sink is a key and a value of zeros, whose logit the mask adds.
+        keys, values = pad(keys, (0, 0, extra, 0)), pad(values, (0, 0, extra, 0))
         for first in range(0, new, step):
             last = min(first + step, new)
             seen = length - new + last
             rows = slice(start + first, start + last)
             attended = scaled_dot_product_attention(
                 query[rows].transpose(0, 1).unsqueeze(0),
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                attn_mask=torch.ones(last - first, seen, dtype=torch.bool).tril(seen - (last - first)),
+                keys[:, :, : seen + extra],
+                values[:, :, : seen + extra],
+                attn_mask=_mask(last - first, seen, options["sliding_window_size"], sinks, query.dtype),
                 scale=options["scaling"],
                 enable_gqa=options["enable_gqa"],
             )
             output[rows] = attended[0, :, :, :width].transpose(0, 1)
         start += new
     return output
+
+
+def _mask(rows: int, seen: int, window: int | None, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Which of ``seen`` keys the last ``rows`` tokens see; with sinks ``[heads, rows, 1 + seen]``, what is added."""
+    mask = torch.ones(rows, seen, dtype=torch.bool).tril(seen - rows)
+    if window is not None:
+        mask = mask.triu(seen - rows - window)
+    if sinks is None:
+        return mask
+    hidden = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+    return torch.cat([sinks.to(dtype)[:, None, None].expand(-1, rows, 1), hidden.expand(len(sinks), -1, -1)], -1)

@@ -111,6 +111,8 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "torch.cuda.get_device_capability": (device_capability, HookType.REPLACE),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": (keep_kv_dtype, HookType.REPLACE),
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": (rope_on_cpu, HookType.AROUND),
+    f"{_NATIVE}.forward_extend": (attention.take_sinks, HookType.AROUND),
+    f"{_NATIVE}.forward_decode": (attention.take_sinks, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_extend": (attention.extend, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_decode": (attention.decode, HookType.AROUND),
     "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim": (sparse_mla.row_width, HookType.AROUND),

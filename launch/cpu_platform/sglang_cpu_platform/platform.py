@@ -14,7 +14,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_cpu_platform import adapters, invariant, patches, speculation, stand_ins
+from sglang_cpu_platform import adapters, attention, invariant, patches, speculation, stand_ins
 
 # SGLang makes the platform while most of its modules are half imported, so methods import them when called.
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             sparse = is_deepseek_dsa(model.hf_config)
             server_args.attention_backend = "dsa" if sparse else self.get_default_attention_backend()
         defaults = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}  # pyright: ignore[reportArgumentType]
-        invariant.allow("torch_native")
+        _allow_torch_native()
         if server_args.attention_backend == "dsa":
             _use_torch_dsa(server_args, model.hf_text_config, defaults)
         if server_args.enable_hierarchical_cache:
@@ -162,6 +162,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend,
             server_args.dtype,
         )
+
+
+def _allow_torch_native() -> None:
+    invariant.allow("torch_native")
+    attention.allow_windows()
 
 
 def _use_torch_dsa(server_args: Any, model: PretrainedConfig, defaults: dict[str, Any]) -> None:
