@@ -23,7 +23,7 @@ from sglang_sparse.attention.batch import (
 )
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import LATER_DRAFT, SPARSE
-from sglang_sparse.attention.decode import DecodePath, require_known
+from sglang_sparse.attention.decode import SINKS, DecodePath, require_known
 from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_paths
@@ -145,7 +145,8 @@ class SparseAttentionBackend(DelegatingBackend):
             pool, table, page = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token, self._config.page_size
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             if device.type == "cuda":
-                self.prefill.warm_up(runner.dtype)
+                parameters = runner.model.named_parameters()
+                self.prefill.warm_up(runner.dtype, next((of for name, of in parameters if name.endswith(SINKS)), None))
             logger.info("sglang_sparse: %s", self.prefill.describe(model.num_layers))
         self.keeps = make_paths(self.groups.methods, self._pools, runner, model)
         select_stats = torch.zeros(sum(count_sizes(self.groups.methods)), dtype=torch.int64, device=device)
@@ -341,7 +342,8 @@ class SparseAttentionBackend(DelegatingBackend):
             k: ``[tokens, kv_heads, head_dim]``.
             v: ``[tokens, kv_heads, v_head_dim]``.
             save_kv_cache: whether k and v still have to be written to the pool.
-            **kwargs: passed to the dense backend; ``q_rope`` and ``k_rope`` of MLA, which q and k then lack.
+            **kwargs: passed to the dense backend; ``q_rope`` and ``k_rope`` of MLA, which q and k then lack, and
+                ``sinks`` ``[q_heads]`` of others, see ``sparse_decode``.
 
         Returns:
             ``[tokens, q_heads * v_head_dim]``.
@@ -356,7 +358,7 @@ class SparseAttentionBackend(DelegatingBackend):
         require_known(layer, k, kwargs, latent=self._latent)
         prefills = mode.is_extend_without_speculative()
         if prefill and prefills and prefill.takes(layer.layer_id):
-            output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
+            output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache, kwargs.get(SINKS))
         elif decodes_sparse and self._views is not None and self.decodes(mode):
             output = self.decoding.attend(
                 q, k, v, layer, forward_batch.out_cache_loc, self._views, save_kv_cache, kwargs

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.base import DecodeMethod, ModelShape, SparseIndices
     from sglang_sparse.methods.views import BatchView
 
-# How MLA backends that take the rotary part apart from the latent one get it: keys of ``forward``'s arguments.
+# Keys of ``forward``'s arguments: how MLA backends that take the rotary part apart from the latent one get it, and
+# where heads have attention sinks.
 SPLIT = ("q_rope", "k_rope")
+SINKS = "sinks"
 
 
 class DecodePath:
@@ -100,32 +102,33 @@ class DecodePath:
         slots: torch.Tensor,
         views: Views,
         save_kv_cache: bool,
-        rotated: Mapping[str, torch.Tensor],
+        more: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Attend sparsely in one layer.
 
         In a verification a row has several tokens, which stand behind one another. They share one selection.
 
         Args:
-            q: ``[tokens, q_heads * head_dim]``; of MLA without its rotary part if that is in ``rotated``.
+            q: ``[tokens, q_heads * head_dim]``; of MLA without its rotary part if that is in ``more``.
             k: ``[tokens, kv_heads, head_dim]``, likewise.
             v: ``[tokens, kv_heads, v_head_dim]``.
             slots: ``[tokens]`` int64, where k and v belong.
             views: the batch, for each method.
             save_kv_cache: whether they still have to be written there.
-            rotated: ``q_rope`` ``[tokens, q_heads, rope_dim]`` and ``k_rope`` ``[tokens, 1, rope_dim]``, or nothing.
+            more: of MLA ``q_rope`` ``[tokens, q_heads, rope_dim]`` and ``k_rope`` ``[tokens, 1, rope_dim]``, of others
+                ``sinks`` ``[q_heads]``, or nothing.
 
         Returns:
             ``[tokens, q_heads * v_head_dim]``, of MLA in the latent space.
         """
         if save_kv_cache:
-            self._write(k, v, layer, slots, rotated.get("k_rope"))
+            self._write(k, v, layer, slots, more.get("k_rope"))
         self._aux.refresh({layer.layer_id: self._k_caches[layer.layer_id]}, slots, before_select=True)
         place, method = self._by_layer[layer.layer_id]
         if self._rope_dim:
-            output = self._attend_latent(method, q, rotated.get("q_rope"), layer, slots, views[place])
+            output = self._attend_latent(method, q, more.get("q_rope"), layer, slots, views[place])
         else:
-            output = self._attend_heads(method, q, layer, slots, views[place])
+            output = self._attend_heads(method, q, layer, slots, views[place], more.get(SINKS))
         return output.reshape(q.shape[0], -1)
 
     def _write(
@@ -139,19 +142,28 @@ class DecodePath:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
 
     def _attend_heads(
-        self, method: DecodeMethod, q: torch.Tensor, layer: RadixAttention, slots: torch.Tensor, view: BatchView
+        self,
+        method: DecodeMethod,
+        q: torch.Tensor,
+        layer: RadixAttention,
+        slots: torch.Tensor,
+        view: BatchView,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
         k_scale, v_scale = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
         if isinstance(method, AttendsItself):
-            return method.attend(view, layer.layer_id, query, keys, values, slots, layer.scaling, k_scale, v_scale)
+            scales = (layer.scaling, k_scale, v_scale)
+            return method.attend(view, layer.layer_id, query, keys, values, slots, *scales, sinks)
         queries, asking, newest = view.queries, query, slots
         if queries > 1:
             # One selection for all, by the one token that is sure to stay: with others, wrong drafts would choose too.
             asking = query.unflatten(0, (-1, queries))[:, 0].contiguous()
             newest = slots.view(-1, queries)[:, -1].contiguous()
             query = _by_kv_head(query, queries, keys.shape[1])
+            if sinks is not None:
+                sinks = _by_kv_head(sinks[None, :, None].expand(queries, -1, 1), queries, keys.shape[1]).flatten()
         asked = replace(view, logit_scale=layer.scaling * k_scale, last_slots=newest)
         selected = self._select(method, asked, layer.layer_id, asking, slots)
         size, usual = _unit(selected, view)
@@ -169,6 +181,7 @@ class DecodePath:
             usual_pages=usual,
             arrivals=view.arrivals,
             queries=queries,
+            sinks=sinks,
         )
         return output if queries == 1 else _by_token(output, queries, keys.shape[1])
 
@@ -248,7 +261,7 @@ def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 def require_known(layer: RadixAttention, k: torch.Tensor | None, kwargs: Mapping[str, object], latent: bool) -> None:
     """Check that a layer asks for nothing but what a loaded model shows, see ``hooks/layer_checks.py``."""
-    arguments = sorted(name for name in kwargs if not (latent and name in SPLIT))
+    arguments = sorted(set(kwargs).difference(SPLIT if latent else (SINKS,)))
     if k is None or arguments:
         asked = f"arguments {arguments}" if arguments else "KV shared with another layer"
         raise RuntimeError(

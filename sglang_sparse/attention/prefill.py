@@ -98,8 +98,13 @@ class PrefillPath:
         left = iter(counted)
         return sum_counts([dict(zip(names, islice(left, len(names)), strict=True)) for names in self._counted])
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Run the methods over a group of zeros of ``dtype``, so that no request waits for its kernels' compiler."""
+    def warm_up(self, dtype: torch.dtype, sinks: torch.Tensor | None = None) -> None:
+        """Run the methods over a group of zeros of ``dtype``, so that no request waits for its kernels' compiler.
+
+        Args:
+            dtype: of the model.
+            sinks: those of a layer, if it has any.
+        """
         start = self.groups.dense_below
         end = min(start + self.groups.group_tokens, self._req_to_token.shape[1])
         if end <= start:
@@ -108,10 +113,13 @@ class PrefillPath:
         slots = torch.zeros(end - start, dtype=torch.int64, device=self._req_to_token.device)
         self.begin([PrefillSpan(0, start, end, self.groups)], slots[:1], counted=False)
         for place in range(len(self.groups.methods)):
-            self._attend_to_zeros(min(layer for layer, own in self._places.items() if own == place), slots, dtype)
+            layer = min(layer for layer, own in self._places.items() if own == place)
+            self._attend_to_zeros(layer, slots, dtype, sinks)
         self.begin((), slots[:0], counted=False)
 
-    def _attend_to_zeros(self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype) -> None:
+    def _attend_to_zeros(
+        self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype, sinks: torch.Tensor | None
+    ) -> None:
         dims = [buffer(layer_id).shape[2] for buffer in (self._kv_pool.get_key_buffer, self._kv_pool.get_value_buffer)]
         layer: Any = SimpleNamespace(
             layer_id=layer_id,
@@ -123,7 +131,7 @@ class PrefillPath:
             v_scale_float=None,
         )
         query = torch.zeros(len(slots), self._q_heads * dims[0], dtype=dtype, device=slots.device)
-        self.attend(query, query, query, layer, slots, save_kv_cache=False)
+        self.attend(query, query, query, layer, slots, save_kv_cache=False, sinks=sinks)
 
     def begin(self, spans: Sequence[PrefillSpan], req_pool_indices: torch.Tensor, counted: bool = True) -> None:
         """Decide the pass that runs next.
@@ -174,6 +182,7 @@ class PrefillPath:
         layer: RadixAttention,
         slots: torch.Tensor,
         save_kv_cache: bool,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, and attend.
 
@@ -183,6 +192,7 @@ class PrefillPath:
             value: ``[tokens, kv_heads, v_head_dim]``.
             slots: ``[tokens]`` int64, where K and V go.
             save_kv_cache: whether they still have to be written.
+            sinks: ``[q_heads]``, or None.
 
         Returns:
             ``[tokens, q_heads * v_head_dim]``, zeros for padding.
@@ -203,6 +213,7 @@ class PrefillPath:
             v_scale=layer.v_scale_float or 1.0,
             out=out[: self._tokens],
             pairs=self._pairs[place],
+            sinks=sinks,
         )
         self.groups.methods[place].attend(self._plans[place], layer.layer_id, inputs)
         return out.reshape(out.shape[0], -1)

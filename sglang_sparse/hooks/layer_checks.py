@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sglang_sparse.attention.decode import SINKS
 from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError, within
@@ -121,8 +122,10 @@ def _found(model: torch.nn.Module, dims: tuple[int, int] | None) -> dict[int, st
         # MLA has two in a module, over the same latents.
         if first != owner:
             reasons.append(f"KV shared with {first}")
-        if any("sink" in each for each, _ in model.get_submodule(owner).named_parameters(recurse=False)):
-            reasons.append("attention sinks")
+        heads = None if dims is None else (layer.tp_q_head_num,)
+        for each, value in model.get_submodule(owner).named_parameters(recurse=False):
+            if "sink" in each and (each, value.shape) != (SINKS, heads):
+                reasons.append(f"attention sinks of another kind, {each}")
         message = f"{' and '.join(reasons)} ({name})" if reasons else ""
         found[layer.layer_id] = found.get(layer.layer_id) or message
     return found

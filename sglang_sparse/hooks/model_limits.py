@@ -48,10 +48,6 @@ def _soft_cap(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
-def _sinks(model_config: ModelConfig) -> bool:
-    return bool(model_config.has_attention_sinks)
-
-
 def _dual_chunk(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "dual_chunk_attention_config", None))
 
@@ -124,6 +120,5 @@ MODEL_LIMITS = (
         "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
     ),
     ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
-    ModelLimit("model with attention sinks", _sinks, "not in the kernels yet"),
     ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
 )

@@ -248,15 +248,17 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     Raises:
         SparseArgumentError: has the value and the allowed ones.
     """
-    model = args.get_model_config()
+    model_config = args.get_model_config()
     if settings.passes_through:
-        _require_fit(settings.flag, model, settings.decode.refuse(model))
-    allowed = dense_backends(settings.method.kind_of(model), on_gpu(gpu))
+        _require_fit(settings.flag, model_config, settings.decode.refuse(model_config))
+    sinks = model_config.has_attention_sinks
+    allowed = dense_backends(settings.method.kind_of(model_config), on_gpu(gpu), sinks)
     alone = " with deterministic inference" if deterministic(args) else ""
     allowed = tuple(name for name in allowed if not alone or name in DETERMINISTIC_BACKENDS)
     for name in args.get_attention_backends():
         if name not in allowed:
-            message = f"{settings.flag}: attention backend {name!r} is not supported{alone}"
+            of = " for a model with attention sinks" if sinks else ""
+            message = f"{settings.flag}: attention backend {name!r} is not supported{of}{alone}"
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=allowed)
     if settings.passes_through:
         return

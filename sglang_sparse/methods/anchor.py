@@ -191,4 +191,5 @@ class Anchor(PrefillMethod):
             out=inputs.out,
             stats=inputs.pairs,
             means=plan.means(layer_id, inputs.query),
+            sinks=inputs.sinks,
         )

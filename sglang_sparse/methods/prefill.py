@@ -125,6 +125,8 @@ class PrefillInputs:
         out: ``[tokens, q_heads, v_head_dim]``, written.
         pairs: int64 ``[2 + len(more_counts)]`` on the device; the method adds the query-key pairs that it attended to,
             those that dense attention would have, of all query tokens and heads, and its own ``more_counts``.
+        sinks: ``[q_heads]`` bfloat16 or float32, what each head's softmaxes have in their denominator besides, as a
+            logit in natural units; None for models without.
     """
 
     query: torch.Tensor
@@ -137,6 +139,7 @@ class PrefillInputs:
     v_scale: float
     out: torch.Tensor
     pairs: torch.Tensor
+    sinks: torch.Tensor | None = None
 
 
 class PrefillMethod(ABC):

@@ -13,6 +13,7 @@ Differences from the source:
 - Stage 2 chooses from the kept blocks and all that follow the window's first token. The newest block is always attended
   to.
 - KT bounds are rounded outwards, so that they stay bounds.
+- Attention sinks are in the attention alone: both stages choose as they would without.
 """
 
 from __future__ import annotations

@@ -149,6 +149,7 @@ class AttendsItself(DecodeMethod, ABC):
         scaling: float,
         k_scale: float,
         v_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend in one layer, of which K and V of the newest tokens are written.
 
@@ -165,6 +166,8 @@ class AttendsItself(DecodeMethod, ABC):
             scaling: softmax scale.
             k_scale: factor of the stored keys.
             v_scale: factor of the stored values.
+            sinks: ``[q_heads]`` bfloat16 or float32, what each head's softmax has in its denominator besides, as a
+                logit in natural units; None for models without.
 
         Returns:
             ``[rows, q_heads, v_head_dim]``; zeros for rows that pad a graph.

@@ -152,8 +152,11 @@ def test_a_sparse_layer_asks_for_nothing_that_the_loaded_model_does_not_show() -
     missing: Any = None
     with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses KV shared with another layer"):
         backend.forward(torch.ones(1, DIM), missing, key, layer, batch)
-    with pytest.raises(RuntimeError, match=rf"layer {LAYERS[0]} uses arguments \['sinks'\].* a bug of sglang_sparse"):
-        backend.forward(torch.ones(1, DIM), key, key, layer, batch, sinks=key)
+    with pytest.raises(RuntimeError, match=rf"layer {LAYERS[0]} uses arguments \['mask'\].* a bug of sglang_sparse"):
+        backend.forward(torch.ones(1, DIM), key, key, layer, batch, sinks=key, mask=key)
+    backend._latent = True
+    with pytest.raises(RuntimeError, match=r"uses arguments \['sinks'\]"):
+        backend.forward(torch.ones(1, DIM), key, key, layer, batch, q_rope=key, k_rope=key, sinks=key)
     layer.layer_id = 0
     assert backend.forward(torch.ones(1, DIM), key, key, layer, batch).shape == (1, DIM)
 

@@ -59,15 +59,17 @@ def test_a_pass_that_is_dense_throughout_counts_as_one_that_left_nothing_out() -
 
 def test_the_kernels_run_once_before_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[torch.Size] = []
+    sinks = torch.zeros(HEADS)
     attend = Anchor.attend
 
     def seen(self: Anchor, plan: Any, layer_id: int, inputs: Any) -> None:
         ran.append(inputs.query.shape)
+        assert inputs.sinks is sinks
         attend(self, plan, layer_id, inputs)
 
     monkeypatch.setattr(Anchor, "attend", seen)
     found = path()
-    found.warm_up(torch.float32)
+    found.warm_up(torch.float32, sinks)
     assert ran == [(GROUP, HEADS, DIM)] and counts(found) == (0, 0, 0, 0) and not found.takes(0)
     # Of a context that is dense throughout there is nothing to run.
     path(tokens=GROUP).warm_up(torch.float32)

@@ -47,21 +47,23 @@ def verification(backend: Any, held: tuple[int, ...] = HELD) -> Any:
     )
 
 
-def run_layer(backend: Any, batch: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run_layer(backend: Any, batch: Any, layer: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and output of a layer, ``[rows, WIDTH, heads, dim]``."""
     tokens = len(batch.out_cache_loc)
     q = torch.randn(tokens, HEADS * DIM)
     k, v = (torch.randn(tokens, KV_HEADS, DIM) for _ in range(2))
-    output = backend.forward(q, k, v, layer_of(layer), batch)
+    output = backend.forward(q, k, v, layer_of(layer), batch, **more)
     assert output.shape == q.shape
     return q.view(-1, WIDTH, HEADS, DIM), output.view(-1, WIDTH, HEADS, DIM)
 
 
-def assert_attends(backend: Any, q: torch.Tensor, output: torch.Tensor, layer: int, pages: Any = None) -> None:
+def assert_attends(
+    backend: Any, q: torch.Tensor, output: torch.Tensor, layer: int, pages: Any = None, **more: Any
+) -> None:
     for row in range(len(HELD)):
         for token in range(WIDTH):
             chosen = None if pages is None else pages[row]
-            expected = attention(backend, row, token, q[row, token], layer, chosen)
+            expected = attention(backend, row, token, q[row, token], layer, chosen, **more)
             torch.testing.assert_close(output[row, token].double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -75,13 +77,14 @@ def kernels(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_all_pages_are_dense_causal_attention() -> None:
+@pytest.mark.parametrize("more", [{}, {"sinks": torch.linspace(2, 6, HEADS).bfloat16()}], ids=["plain", "sinks"])
+def test_all_pages_are_dense_causal_attention(more: dict[str, torch.Tensor]) -> None:
     backend: Any = make_backend(ALL)
     batch = verification(backend)
     backend.init_forward_metadata(batch)
     for layer in LAYERS:
-        q, output = run_layer(backend, batch, layer)
-        assert_attends(backend, q, output, layer)
+        q, output = run_layer(backend, batch, layer, **more)
+        assert_attends(backend, q, output, layer, **more)
     assert backend.dense.attended == 0 and backend.counters.extends == 0
     (plan,) = backend.counters.decodes
     assert plan.groups[0].n_pages.tolist() == [-(-(length + WIDTH) // PAGE) for length in HELD]

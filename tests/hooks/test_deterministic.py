@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from resolved import ServerArgs
+from resolved import Backends, ServerArgs
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
@@ -82,19 +82,6 @@ def test_what_depends_on_neighbours_is_refused(
     with refused(field, got) as caught:
         start(tmp_path, **flags)
     assert "with deterministic inference" in str(caught.value) and said in str(caught.value)
-
-
-class Backends:
-    """Arguments with another attention backend of both phases."""
-
-    def __init__(self, args: Any, name: str) -> None:
-        self.args, self.name = args, name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.args, name)
-
-    def get_attention_backends(self) -> tuple[str, str]:
-        return self.name, self.name
 
 
 def test_a_backend_whose_prefill_follows_what_is_cached_is_refused(tmp_path: Path) -> None:

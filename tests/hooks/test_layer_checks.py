@@ -14,10 +14,11 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from resolved import ServerArgs
+from resolved import Backends, ServerArgs
 
-from sglang_sparse.config.settings import build
+from sglang_sparse.config.settings import build, settings_of
 from sglang_sparse.hooks import model_runner
+from sglang_sparse.hooks.judge import refusal
 from sglang_sparse.hooks.layer_checks import require_layers
 
 LAYERS, DIM = 4, 16
@@ -118,15 +119,38 @@ def test_the_kinds_of_layers_decide_whatever_the_config_says_of_its_window(tmp_p
 
 def test_what_stands_beside_the_attention_is_seen() -> None:
     model: Any = make_model()
-    model.layers[1].sinks = torch.nn.Parameter(torch.zeros(2))
+    model.layers[1].sink_k = torch.nn.Parameter(torch.zeros(2))
     model.layers[3].attn.layer_id = 2
     model.layers[0].attn.xai_temperature_len = 1024
     message = said(model)
     assert "layer 0 has logits scaled by position, from 1024 on" in message and "layers 0,1,2,3 dense" not in message
-    assert "layer 1 has attention sinks (layers.1.attn)" in said(model, build("resa", {"layers": [1]}))
+    assert "layer 1 has attention sinks of another kind, sink_k (layers.1.attn)" in said(
+        model, build("resa", {"layers": [1]})
+    )
     assert "layer 2 has KV shared with layers.2 (layers.3.attn)" in said(model, build("resa", {"layers": [2]}))
     assert message.endswith("no layer is like that: start without --sparse-method resa")
     assert "layer 3 has no attention of SGLang's" in said(model, build("resa", {"layers": [3]}))
+
+
+def test_a_sink_for_each_query_head_is_served() -> None:
+    model: Any = make_model()
+    for layer in model.layers:
+        layer.sinks = torch.nn.Parameter(torch.zeros(2))
+    require_layers(build("resa", {}), model, CONFIG)
+    model.layers[1].sinks = torch.nn.Parameter(torch.zeros(7, 2))
+    assert "layer 1 has attention sinks of another kind, sinks (layers.1.attn)" in said(model)
+
+
+@pytest.mark.parametrize(("name", "served"), [("fa3", True), ("triton", True), ("flashinfer", False)])
+def test_sinks_need_a_backend_that_takes_them(tmp_path: Path, name: str, served: bool) -> None:
+    model = write_config(tmp_path, "attention_sinks")
+    args = ServerArgs(model_path=model, sparse_method="resa", disable_hybrid_swa_memory=True)
+    settings, asked = settings_of(args.record), Backends(args, name)
+    assert settings is not None and settings.config.layers == "1,3"
+    why = refusal(asked, settings, (9, 0), stand_in=True)
+    assert (why is None) is served, why
+    message = "attention backend 'flashinfer' is not supported for a model with attention sinks; allowed: triton, fa3"
+    assert served or message in str(why)
 
 
 def test_each_phase_is_judged_by_its_own_layers() -> None:
@@ -145,6 +169,9 @@ def test_two_attentions_over_the_same_latents_are_one_layer() -> None:
     layer.other = RadixAttention(2, 192, 0.25, 2, 0, v_head_dim=128)
     model = torch.nn.ModuleList([layer])
     require_layers(settings, model, config)
+    layer.sinks = torch.nn.Parameter(torch.zeros(2))
+    assert "layer 0 has attention sinks of another kind, sinks (0.attn)" in said(model, settings, config)
+    layer.sinks = None
     layer.attn.k_scale_float = 0.5  # pyright: ignore[reportAttributeAccessIssue]
     assert "layer 0 has scales of its latents (0.attn)" in said(model, settings, config)
 

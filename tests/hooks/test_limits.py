@@ -297,7 +297,6 @@ MODELS = {
     "chunked local attention model": ("local_attention",),
     "model with its own sparse attention": ("own_sparse_attention",),
     "model with several attentions a layer": ("several_attentions",),
-    "model with attention sinks": ("attention_sinks",),
     "model with a soft cap on attention logits": ("soft_cap",),
 }
 CASES = [(table, trigger) for table, (_, _, triggers) in TABLES.items() for trigger in triggers]

@@ -1,12 +1,16 @@
-"""Models whose windowed layers stay dense in one KV pool: tiny Gemma 3, Olmo 3 and Cohere2 against transformers."""
+"""Models whose windowed layers stay dense in one KV pool, against transformers: tiny Gemma 3, gpt-oss and others.
+
+Gpt-oss has attention sinks in all layers.
+"""
 
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import by_transformers, random_windowed
+from safetensors.torch import load_file, save_file
 from server_requests import (
     ask,
     ask_all,
@@ -27,25 +31,34 @@ from launch.server import ServerProcess
 PAGE, WINDOW, FULL, INTERVAL = 16, 64, 2, 16
 CHUNKS = ("--chunked-prefill-size", "256", "--dtype", "float32")
 RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
+ONE_POOL = ("--disable-hybrid-swa-memory", "--moe-runner-backend", "triton")
 SKIP = {"threshold_scale_factor": 0, "dense_fallback": "never"}
 SKIP_PREFILL = ("--sparse-prefill-method", "skip_softmax", "--sparse-prefill-config", json.dumps(SKIP))
 ALL = {"active_ratio": 1.0, "rectify_interval": 0}
 Likely = Callable[[list[int], list[int]], list[float]]
 
 
-@pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_windowed(tmp_path_factory.mktemp("gemma3"), "Gemma3", WINDOW)
+class Model(NamedTuple):
+    """A checkpoint and the flags of its servers."""
+
+    folder: Path
+    flags: tuple[str, ...]
+
+
+@pytest.fixture(scope="module", params=["Gemma3", "GptOss"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = random_windowed(tmp_path_factory.mktemp(request.param), request.param, WINDOW)
+    return Model(folder, (*CHUNKS, *(ONE_POOL if request.param == "GptOss" else ())))
 
 
 @pytest.fixture(scope="module")
-def likely(gemma3: Path) -> Likely:
-    return by_transformers(gemma3)
+def likely(model: Model) -> Likely:
+    return by_transformers(model.folder)
 
 
 @pytest.fixture(scope="module")
-def server(serve, gemma3: Path) -> Iterator[ServerProcess]:
-    with serve(gemma3, *CHUNKS, config={**RESA, "check_exactness": True}) as server:
+def server(serve, model: Model) -> Iterator[ServerProcess]:
+    with serve(model.folder, *model.flags, config={**RESA, "check_exactness": True}) as server:
         yield server
 
 
@@ -101,8 +114,9 @@ def test_requests_together_are_those_alone(server: ServerProcess) -> None:
     [
         ("Olmo3", WINDOW, ()),
         pytest.param("Cohere2", WINDOW + 1, (), marks=pytest.mark.long),
+        pytest.param("GraniteSWA", WINDOW, ONE_POOL[:1], marks=pytest.mark.long),
         pytest.param("Afmoe", WINDOW, (), marks=pytest.mark.long),
-        pytest.param("Mellum", WINDOW, ("--disable-hybrid-swa-memory",), marks=pytest.mark.long),
+        pytest.param("Mellum", WINDOW, ONE_POOL[:1], marks=pytest.mark.long),
     ],
 )
 def test_other_families_agree_with_transformers(
@@ -117,11 +131,23 @@ def test_other_families_agree_with_transformers(
         assert_nothing_leaked(server)
 
 
-def test_prefill_runs_sparse_in_the_same_layers(serve, gemma3: Path, likely: Likely) -> None:
+def test_without_its_sinks_gpt_oss_is_another_model(tmp_path: Path) -> None:
+    """What agrees to 1e-4 above is no proof of sinks that do nothing."""
+    prompt, tokens = random_prompts(6, [300, 90], 1000)
+    found = by_transformers(random_windowed(tmp_path, "GptOss", WINDOW))(prompt, tokens)
+    weights = load_file(file := tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor - 100 * name.endswith(".sinks") for name, tensor in weights.items()}, file, {"format": "pt"}
+    )
+    without = by_transformers(tmp_path)(prompt, tokens)
+    assert max(abs(one - other) for one, other in zip(found, without, strict=True)) > 0.1
+
+
+def test_prefill_runs_sparse_in_the_same_layers(serve, model: Model, likely: Likely) -> None:
     group = 128
     prefill = {"block_size": 32, "step": group // 32, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 2 * group}
     prompts = prompts_that_part(8, 4 * group, [(0, 100), (40, 129), (100, 300)])
-    with serve(gemma3, *CHUNKS, prefill={**prefill, "check_exactness": True}) as server:
+    with serve(model.folder, *model.flags, prefill={**prefill, "check_exactness": True}) as server:
         state = sparse_state(server)["prefill"]
         assert state["sparse_layers"] == FULL and state["config"]["layers"] == "2,5"
         found = [answer["output_ids"] for answer in ask_all(server, prompts, at_once=1)]
@@ -145,11 +171,11 @@ def test_prefill_runs_sparse_in_the_same_layers(serve, gemma3: Path, likely: Lik
     ],
 )
 def test_other_methods_that_leave_nothing_out_agree(
-    serve, gemma3: Path, likely: Likely, method: str, config: dict[str, Any], flags: tuple[str, ...]
+    serve, model: Model, likely: Likely, method: str, config: dict[str, Any], flags: tuple[str, ...]
 ) -> None:
     config = {**config, "rectify_interval": 0, "dense_fallback": "never"}
     (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
-    with serve(gemma3, *CHUNKS, *flags, method=method, config=config) as server:
+    with serve(model.folder, *model.flags, *flags, method=method, config=config) as server:
         before = sparse_state(server)
         assert off(forced(server, prompt, tokens), likely(prompt, tokens)) < 1e-4
         after = sparse_state(server)
@@ -160,11 +186,11 @@ def test_other_methods_that_leave_nothing_out_agree(
         assert_nothing_leaked(server)
 
 
-def test_lossless_answers_are_dense(serve, gemma3: Path, server: ServerProcess) -> None:
+def test_lossless_answers_are_dense(serve, model: Model, server: ServerProcess) -> None:
     prompts = random_prompts(9, (150, 280, 335), 1000)
     dense = [answer["output_ids"] for answer in ask_all(server, prompts, 60, {"sparse": False})]
     config = {**RESA, "rectify_interval": 0, "check_exactness": True}
-    with serve(gemma3, *CHUNKS, "--speculative-algorithm", "SPARSE_SELF", config=config) as drafting:
+    with serve(model.folder, *model.flags, "--speculative-algorithm", "SPARSE_SELF", config=config) as drafting:
         assert [answer["output_ids"] for answer in ask_all(drafting, prompts, 60)] == dense
         assert sparse_state(drafting)["accepted_tokens"] > 0
         assert_exact(drafting)

@@ -83,7 +83,8 @@ def random_dsa(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
 def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **config: Any) -> Path:
     """Random float32 checkpoint of six layers; 2 and 5 attend to all tokens and the others within a window.
 
-    Hidden 256, 8 query and 2 KV heads of 32; ``config`` overrides.
+    Hidden 256, 8 query and 2 KV heads of 32; ``config`` overrides. Sinks, which SGLang keeps in bfloat16, are such
+    that half of the weight of a few dozen tokens is theirs.
 
     Args:
         path: its folder.
@@ -100,6 +101,9 @@ def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **
     own = {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": window, "layer_types": kinds, "pad_token_id": 0}
     text = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(text(**_sizes(6, 1024) | own | _OF_FAMILY[family] | config))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            parameter.data.copy_(torch.randn(8).add(4).bfloat16())
     return _save(path, model, 1024, {})
 
 
@@ -112,6 +116,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Cohere2": {"tie_word_embeddings": True},
     # SGLang's choice of its experts needs a GPU.
     "Afmoe": {**_EXPERTS, "num_dense_layers": 6, "num_shared_experts": 1},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE["full_attention"]},
+    "GraniteSWA": {"layer_rope_theta": [10000.0] * 6, "rope_parameters": _ROPE["full_attention"]},
     "Mellum": {**_EXPERTS, "rope_parameters": _ROPE, "mlp_layer_types": ["sparse"] * 6},
 }
 

@@ -21,3 +21,16 @@ def prepare_server_args(argv: list[str]) -> Any:
     record = server_args.prepare_server_args(argv)
     record.resolve_once()
     return arguments.of(record)
+
+
+class Backends:
+    """Arguments with another attention backend of both phases."""
+
+    def __init__(self, args: Any, name: str) -> None:
+        self.args, self.name = args, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args, name)
+
+    def get_attention_backends(self) -> tuple[str, str]:
+        return self.name, self.name

@@ -110,7 +110,15 @@ def layer_of(layer_id: int) -> Any:
     return SimpleNamespace(layer_id=layer_id, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=SCALING, **more)
 
 
-def attention(backend: Any, row: int, token: int, query: torch.Tensor, layer: int, pages: Any = None) -> torch.Tensor:
+def attention(
+    backend: Any,
+    row: int,
+    token: int,
+    query: torch.Tensor,
+    layer: int,
+    pages: Any = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One token's attention in float64, over what of its row's selected pages is not behind it; all if none are."""
     table, pool = backend.dense.req_to_token_pool.req_to_token, backend.dense.token_to_kv_pool
     found = torch.zeros(HEADS, DIM, dtype=torch.float64)
@@ -119,7 +127,8 @@ def attention(backend: Any, row: int, token: int, query: torch.Tensor, layer: in
         if pages is not None:
             seen = seen[torch.isin(seen // PAGE, pages[head // GROUP])]
         keys, values = (cache[layer][seen, head // GROUP].double() for cache in (pool.keys, pool.values))
-        found[head] = (keys @ query[head].double() * SCALING).softmax(0) @ values
+        sink = torch.full((1,), float("-inf")) if sinks is None else sinks[head, None]
+        found[head] = torch.cat([keys @ query[head].double() * SCALING, sink.double()]).softmax(0)[:-1] @ values
     return found
 
 

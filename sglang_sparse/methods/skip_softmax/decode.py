@@ -128,6 +128,7 @@ class SkipSoftmaxDecode(AttendsItself):
         scaling: float,
         k_scale: float,
         v_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One call of the op."""
         return skip_softmax_decode(
@@ -145,6 +146,7 @@ class SkipSoftmaxDecode(AttendsItself):
             stats=view.method_stats,
             usual_pages=view.usual_select,
             arrivals=view.arrivals,
+            sinks=sinks,
         )
 
     def attend_latents(self, view: BatchView, layer_id: int, query: LatentQuery) -> torch.Tensor:

@@ -156,4 +156,5 @@ class SkipSoftmax(PrefillMethod):
             inputs.v_scale,
             out=inputs.out,
             stats=inputs.pairs,
+            sinks=inputs.sinks,
         )
