@@ -122,6 +122,24 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
+def random_hybrid(path: Path, layers: int = 4, seed: int = 0, **config: Any) -> Path:
+    """Random float32 Qwen3-Next checkpoint: every fourth layer attends, the others have a state of a gated delta net.
+
+    Hidden 256; attention with 8 query and 2 KV heads of 32, states of 6 value and 2 key heads of 32: SGLang splits
+    what is projected for 1, 2 or 4 value heads a key head by a kernel of Triton. ``config`` overrides.
+    """
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(seed)
+    own = {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "shared_expert_intermediate_size": 128}
+    states = {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
+    states |= {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
+    sizes = {**_sizes(layers, 1024), **_EXPERTS, **own, **states}
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**{**sizes, **config}))
+    return _save(path, model, 1024, {"full_attention_interval": 4})
+
+
 def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
     """Random float32 checkpoint with a vision tower of one layer: "Qwen3VL", with M-RoPE, or "Gemma3", with windows."""
     import torch
@@ -223,7 +241,7 @@ def random_adapter(path: Path, model: Path, seed: int, rank: int = 8, share: flo
     return path
 
 
-# SGLang reads these from the config file; transformers 5 no longer writes them.
+# SGLang reads these from the config file, as `random_hybrid`'s interval; transformers 5 no longer writes them.
 _UNWRITTEN = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_cpu_platform import adapters, attention, invariant, sparse_mla, speculation
+from sglang_cpu_platform import adapters, attention, gated_delta, invariant, sparse_mla, speculation
 
 
 def limit_threads(**_: Any) -> None:
@@ -98,6 +98,7 @@ def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DSA = "sglang.srt.layers.attention"
+_GDN = "sglang.srt.layers.attention.linear"
 _LATENTS = "sglang.kernels.ops.quantization.dsa_quant_k_cache.quantize_k_cache_separate"
 _INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend"
@@ -109,6 +110,7 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "sglang.srt.distributed.bootstrap._bind_threads_if_cpu": (limit_threads, HookType.REPLACE),
     "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": (invariant.enable, HookType.REPLACE),
     "torch.cuda.get_device_capability": (device_capability, HookType.REPLACE),
+    "torch.cuda.current_device": (gated_delta.no_device, HookType.REPLACE),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": (keep_kv_dtype, HookType.REPLACE),
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": (rope_on_cpu, HookType.AROUND),
     f"{_NATIVE}.forward_extend": (attention.take_sinks, HookType.AROUND),
@@ -122,6 +124,20 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_INDEX}.transform_index_page_table_prefill": (sparse_mla.slots_of_extend, HookType.REPLACE),
     f"{_INDEX}.transform_index_page_table_decode": (sparse_mla.slots_of_decode, HookType.REPLACE),
     f"{_DSA}.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": (sparse_mla.attend, HookType.REPLACE),
+    f"{_GDN}.gdn_backend.fused_gdn_gating": (gated_delta.gates, HookType.REPLACE),
+    f"{_GDN}.gdn_backend.causal_conv1d_fn": (gated_delta.convolve_prompts, HookType.REPLACE),
+    f"{_GDN}.gdn_backend.causal_conv1d_update": (gated_delta.convolve_step, HookType.REPLACE),
+    f"{_GDN}.kernels.gdn_triton.TritonGDNKernel.extend": (gated_delta.extend, HookType.REPLACE),
+    f"{_GDN}.kernels.gdn_triton.TritonGDNKernel.packed_decode": (gated_delta.decode, HookType.REPLACE),
+    f"{_DSA}.hybrid_linear_attn_backend.track_mamba_states_all_layers": (gated_delta.track_layers, HookType.REPLACE),
+    "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": (
+        gated_delta.gated_norm,
+        HookType.REPLACE,
+    ),
+    "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul": (
+        gated_delta.add_shared_expert,
+        HookType.REPLACE,
+    ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (no_kv_copy, HookType.REPLACE),
     f"{_HOST}._cuda_host_register": (keep_pageable, HookType.REPLACE),
     f"{_HOST}._cuda_host_unregister": (keep_pageable, HookType.REPLACE),

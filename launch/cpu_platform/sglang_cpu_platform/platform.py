@@ -14,7 +14,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_cpu_platform import adapters, attention, invariant, patches, speculation, stand_ins
+from sglang_cpu_platform import adapters, attention, gated_delta, invariant, patches, speculation, stand_ins
 
 # SGLang makes the platform while most of its modules are half imported, so methods import them when called.
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         """Return an activity for that name; SGLang asks for one, and nobody profiles it."""
         return torch.profiler.ProfilerActivity.CPU
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Whether states of linear attention are stored at the ends of prefixes."""
+        return True
 
     def get_default_attention_backend(self) -> str:
         """Return the one attention backend of SGLang that is plain PyTorch."""
@@ -142,6 +146,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             speculation.use_chains(server_args)
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
+        gated_delta.keep_dtype(server_args.dtype)
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.mem_fraction_static is None:
@@ -153,10 +158,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # An idle scheduler polls its sockets without a pause, on a core that others could use.
         server_args.sleep_on_idle = True
         server_args.disable_custom_all_reduce = True
-        graphs = server_args.cuda_graph_config
-        for phase in ("prefill", "decode"):
-            graphs = with_phase(graphs, phase, backend="disabled")
-        server_args.cuda_graph_config = graphs
+        graphs = with_phase(server_args.cuda_graph_config, "prefill", backend="disabled")
+        server_args.cuda_graph_config = with_phase(graphs, "decode", backend="disabled")
         logger.warning(
             "No CUDA device: serving on the CPU in plain PyTorch (%s attention, %s), for trying, testing and CI only.",
             server_args.attention_backend,
