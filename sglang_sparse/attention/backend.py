@@ -325,11 +325,11 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        layer: Any = None,
+        forward_batch: Any = None,
         save_kv_cache: bool = True,
         **kwargs: torch.Tensor,
     ) -> torch.Tensor:
@@ -342,8 +342,9 @@ class SparseAttentionBackend(DelegatingBackend):
             k: ``[tokens, kv_heads, head_dim]``.
             v: ``[tokens, kv_heads, v_head_dim]``.
             save_kv_cache: whether k and v still have to be written to the pool.
-            **kwargs: passed to the dense backend; ``q_rope`` and ``k_rope`` of MLA, which q and k then lack, and
-                ``sinks`` ``[q_heads]`` of others, see ``sparse_decode``.
+            **kwargs: passed to the dense backend; ``q_rope`` and ``k_rope`` of MLA, which q and k then lack; ``sinks``
+                ``[q_heads]`` of others, see ``sparse_decode``; and the arguments of layers with a recurrent state, which
+                have no q, k and v.
 
         Returns:
             ``[tokens, q_heads * v_head_dim]``.
@@ -353,9 +354,10 @@ class SparseAttentionBackend(DelegatingBackend):
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
         decodes_sparse = layer.layer_id in self.decoding.layers
-        if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
+        if q is None or mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         require_known(layer, k, kwargs, latent=self._latent)
+        assert k is not None and v is not None
         prefills = mode.is_extend_without_speculative()
         if prefill and prefills and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache, kwargs.get(SINKS))

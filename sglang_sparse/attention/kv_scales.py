@@ -69,6 +69,8 @@ def attend_in_the_cache(dense: object, model: torch.nn.Module) -> None:
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "k_scale_float")]
     if any(getattr(layer, name) not in (None, 1.0) for layer in layers for name in ("k_scale_float", "v_scale_float")):
+        # One of layers that attend and one of those with states are in one, too.
+        dense = getattr(dense, "full_attn_backend", dense)
         # SGLang puts two into one where prefill and decode differ. FlashInfer's own field of that name is a string.
         backends: tuple[Any, ...] = (dense, getattr(dense, "prefill_backend", None))
         for backend in backends:

@@ -347,18 +347,20 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     latent = settings.method.kind_of(configurator.model_config) != "MHA"
+    # Where other layers have states, SGLang wraps the pool of those that attend.
+    plain = getattr(kv_pool, "full_kv_pool", kv_pool)
     # A platform may have its own subclass for MLA; those that store something else are refused by model or flag.
-    if not isinstance(kv_pool, MLATokenToKVPool) if latent else type(kv_pool) is not MHATokenToKVPool:
+    if not isinstance(plain, MLATokenToKVPool) if latent else type(plain) is not MHATokenToKVPool:
         needed = (MLATokenToKVPool if latent else MHATokenToKVPool).__name__
-        raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
+        raise RuntimeError(f"{settings.flag} needs {needed}, got {type(plain).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.decode.aux_specs(model)
-    stage = (kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)
+    stage = (plain.start_layer, plain.start_layer + plain.layer_num)
     if model.stage not in (None, stage):
         raise RuntimeError(f"{settings.flag}: the KV pool has layers {stage}, the stage {model.stage}: a bug")
     layers = model.here(settings.decode.sparse_layers(model.num_layers)) if settings.name else ()
     page_size = settings.config.page_size
-    num_pages = kv_pool.get_key_buffer(kv_pool.start_layer).shape[0] // page_size
+    num_pages = plain.get_key_buffer(plain.start_layer).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device)

@@ -1,4 +1,4 @@
-"""Which layers may run sparse: by the model's config those without a window, by the loaded model plain attention."""
+"""Which layers may run sparse: by the model's config those that attend to all, by the loaded model plain attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_sparse.attention.decode import SINKS
 from sglang_sparse.config.layer_rules import require_range
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.model_limits import windowed_layers
+from sglang_sparse.hooks.model_limits import state_layers, windowed_layers
 from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 from sglang_sparse.methods.layers import parse_layers
 
@@ -26,7 +26,7 @@ Rules = Mapping[str, object] | None
 
 
 def fit_layers(settings: Settings, model: ModelConfig) -> Settings:
-    """Refuse layers that a model does not have, or that its config gives a window, and leave these out of "all".
+    """Refuse layers that a model lacks, or to which its config gives a window or a state; leave these out of "all".
 
     Args:
         settings: the server's methods; not changed.
@@ -49,13 +49,14 @@ def fit_layers(settings: Settings, model: ModelConfig) -> Settings:
 
 
 def _fitted(groups: G, rules: Rules, model: ModelConfig) -> tuple[G, Rules]:
-    count, windowed = model.num_hidden_layers, windowed_layers(model)
-    full = ",".join(str(layer) for layer in range(count) if layer not in windowed) if windowed else "all"
+    count, others = model.num_hidden_layers, dict.fromkeys(windowed_layers(model), "a sliding window")
+    others |= dict.fromkeys(state_layers(model), "a recurrent state instead of KV")
+    full = ",".join(str(layer) for layer in range(count) if layer not in others) if others else "all"
     require_range(rules or {}, count)
     for config in groups.configs:
-        named = [layer for layer in parse_layers(config.layers, count) if layer in windowed]
+        named = [layer for layer in parse_layers(config.layers, count) if layer in others]
         if named and config.layers != "all":
-            message = f"layer {named[0]} has a sliding window"
+            message = f"layer {named[0]} has {others[named[0]]}"
             raise SparseArgumentError(message, field="layers", got=named, allowed=f'"all", or some of {full}')
     if full == "all" or groups.config.layers != "all":
         return groups, rules

@@ -29,7 +29,8 @@ FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 
-def _set(*fields: str) -> Judge:
+def given(*fields: str) -> Judge:
+    """Return what finds the first of some fields that is set."""
     return lambda args: next((value for field in fields if (value := getattr(args, field))), None)
 
 
@@ -37,7 +38,8 @@ def _other_than(field: str, served: object) -> Judge:
     return lambda args: None if getattr(args, field) == served else getattr(args, field)
 
 
-def _above_one(field: str) -> Judge:
+def above_one(field: str) -> Judge:
+    """Return what finds a number above 1."""
     return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
@@ -55,8 +57,9 @@ def _drafting(args: Arguments) -> str | None:
     return _drafter(args, served=True)
 
 
-def _attends_apart(args: Arguments) -> object | None:
-    return args.enable_dp_attention or _above_one("attn_dp_size")(args)
+def attends_apart(args: Arguments) -> object | None:
+    """Return what asks for data-parallel attention, by its new flag or its old one."""
+    return args.enable_dp_attention or above_one("attn_dp_size")(args)
 
 
 def _decodes_apart(args: Arguments) -> str | None:
@@ -68,7 +71,7 @@ def _without_tree(args: Arguments) -> str | None:
     return None if args.disaggregation_decode_enable_radix_cache else _decodes_apart(args)
 
 
-_LORA = _set("enable_lora", "lora_paths")
+_LORA = given("enable_lora", "lora_paths")
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
@@ -110,49 +113,49 @@ FLAG_LIMITS = (
         _other_than("kv_canary", "none"),
         "it reports KV that a rectifying pass rewrites or compaction frees as damaged; not proven yet",
     ),
-    FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
-    FlagLimit("FlexKV", _set("enable_flexkv"), _OTHER_WRITER),
-    FlagLimit("changing PD roles", _set("enable_pd_role_switch"), _OTHER_WRITER),
-    FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
+    FlagLimit("LMCache", given("enable_lmcache"), _OTHER_WRITER),
+    FlagLimit("FlexKV", given("enable_flexkv"), _OTHER_WRITER),
+    FlagLimit("changing PD roles", given("enable_pd_role_switch"), _OTHER_WRITER),
+    FlagLimit("external cache linker", given("enable_unified_cache_external_linker"), _OTHER_WRITER),
     FlagLimit(
         "data-parallel attention with padded experts",
-        lambda args: args.moe_a2a_backend if _attends_apart(args) and args.moe_a2a_backend in PADDED else None,
+        lambda args: args.moe_a2a_backend if attends_apart(args) and args.moe_a2a_backend in PADDED else None,
         "SGLang turns decode steps into dense prefills where another rank prefills",
     ),
     FlagLimit(
         "distributed weights",
-        _above_one("dwdp_size"),
+        above_one("dwdp_size"),
         "its ranks lend each other the weights of experts; not proven yet",
     ),
-    FlagLimit("two-batch overlap", _set("enable_two_batch_overlap"), _OTHER_LOOP),
-    FlagLimit("PD multiplexing", _set("enable_pdmux"), _OTHER_LOOP),
-    FlagLimit("megakernel", _set("enable_nvidia_megakernel"), _OTHER_LOOP),
+    FlagLimit("two-batch overlap", given("enable_two_batch_overlap"), _OTHER_LOOP),
+    FlagLimit("PD multiplexing", given("enable_pdmux"), _OTHER_LOOP),
+    FlagLimit("megakernel", given("enable_nvidia_megakernel"), _OTHER_LOOP),
     FlagLimit(
         "metadata glue graphs",
         _environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
         "a replay would not prepare the sparse path",
     ),
-    FlagLimit("decode context parallelism", _above_one("dcp_size"), "a rank holds only a part of each page"),
-    FlagLimit("prefill context parallelism", _set("enable_prefill_cp"), "a rank holds only a part of each chunk"),
-    FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
-    FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
-    FlagLimit("bounded replay of windows", _set("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
+    FlagLimit("decode context parallelism", above_one("dcp_size"), "a rank holds only a part of each page"),
+    FlagLimit("prefill context parallelism", given("enable_prefill_cp"), "a rank holds only a part of each chunk"),
+    FlagLimit("attention context parallelism", above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
+    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
+    FlagLimit("bounded replay of windows", given("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
     FlagLimit(
         "LoRA with --enable-dp-attention",
-        lambda args: _attends_apart(args) and _LORA(args),
+        lambda args: attends_apart(args) and _LORA(args),
         "not proven yet; leave one of them out",
     ),
-    FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
-    FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
-    FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
+    FlagLimit("diffusion LLM decoding", given("dllm_algorithm"), "tokens are not decoded one by one"),
+    FlagLimit("HiSparse", given("enable_hisparse"), "it is another sparse attention"),
+    FlagLimit("unified memory pool", given("enable_unified_memory"), "the summaries would not be allocated"),
     FlagLimit(
         "page-major KV layout",
-        _set("enable_page_major_kv_layout"),
+        given("enable_page_major_kv_layout"),
         "the kernels want a tensor of K for each layer",
     ),
-    FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
-    FlagLimit("embedding serving", _set("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
-    FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
+    FlagLimit("torch.compile", given("enable_torch_compile"), "the sparse and the dense graph would share one"),
+    FlagLimit("embedding serving", given("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
+    FlagLimit("radix cache backend", given("radix_cache_backend"), _OWN_TREE),
     FlagLimit("radix tree core", _foreign_core, _OWN_TREE),
     FlagLimit(
         "KV cache dtype",
@@ -168,8 +171,8 @@ DISAGGREGATION_LIMITS = (
         lambda args: args.speculative_algorithm,
         "drafts of a pair are not proven yet; leave it out",
     ),
-    FlagLimit("data-parallel attention", _attends_apart, "not proven yet; leave out --enable-dp-attention"),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), "not proven yet; allowed: --pp-size 1"),
+    FlagLimit("data-parallel attention", attends_apart, "not proven yet; leave out --enable-dp-attention"),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), "not proven yet; allowed: --pp-size 1"),
     FlagLimit(
         "hierarchical cache",
         lambda args: (_decodes_apart(args) and args.enable_hierarchical_cache) or None,
@@ -177,7 +180,7 @@ DISAGGREGATION_LIMITS = (
         "server",
     ),
     FlagLimit(
-        "offloaded KV", _set("disaggregation_decode_enable_offload_kvcache"), "it stores approximate KV for others"
+        "offloaded KV", given("disaggregation_decode_enable_offload_kvcache"), "it stores approximate KV for others"
     ),
     FlagLimit(
         "KV received in host memory",
@@ -188,9 +191,9 @@ DISAGGREGATION_LIMITS = (
 
 # Of servers whose kernels SGLang's own may replace, and do.
 BY_NATIVE = (
-    FlagLimit("data-parallel attention", _attends_apart, _UNCOMPARED),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), _UNCOMPARED),
-    FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _UNCOMPARED),
+    FlagLimit("data-parallel attention", attends_apart, _UNCOMPARED),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), _UNCOMPARED),
+    FlagLimit("hierarchical cache", given("enable_hierarchical_cache"), _UNCOMPARED),
 )
 
 # Of servers with a decode method that does not verify drafts.
@@ -205,7 +208,7 @@ DECODE_LIMITS = (
 
 _DRAFTS_APART = FlagLimit(
     "drafts with data-parallel attention or pipeline parallelism",
-    lambda args: _drafting(args) and (_attends_apart(args) or _above_one("pp_size")(args)),
+    lambda args: _drafting(args) and (attends_apart(args) or above_one("pp_size")(args)),
     "their passes on several ranks are not proven yet",
 )
 # Of servers with a decode method that does.
@@ -219,12 +222,12 @@ VERIFY_LIMITS = (
     ),
     FlagLimit(
         "--speculative-eagle-topk",
-        lambda args: _drafting(args) and _above_one("speculative_eagle_topk")(args),
+        lambda args: _drafting(args) and above_one("speculative_eagle_topk")(args),
         "a sparse verification takes a chain of drafts; allowed: 1",
     ),
     FlagLimit(
         "adaptive or multi-layer drafts",
-        lambda args: _drafting(args) and _set("speculative_adaptive", "enable_multi_layer_eagle")(args),
+        lambda args: _drafting(args) and given("speculative_adaptive", "enable_multi_layer_eagle")(args),
         "a sparse verification has one number of tokens and follows one worker",
     ),
 )
@@ -234,22 +237,22 @@ _NO_GATHER = ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_DISABLE_CONSECUTIVE_PR
 RECTIFY_LIMITS = (
     FlagLimit(
         "data-parallel attention whose ranks do not gather before a step",
-        lambda args: _attends_apart(args) and _environment(*_NO_GATHER)(args),
+        lambda args: attends_apart(args) and _environment(*_NO_GATHER)(args),
         "ranks rectify together; unset the variable",
     ),
     FlagLimit(
         "data-parallel attention with pipeline parallelism",
-        lambda args: _attends_apart(args) and _above_one("pp_size")(args),
+        lambda args: attends_apart(args) and above_one("pp_size")(args),
         "not proven yet; allowed: --pp-size 1",
     ),
     FlagLimit("lossless decoding", _lossless, "each of its verifications is a dense pass over all new tokens"),
-    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
+    FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
-    FlagLimit("dense layers of another parallelism", _set("moe_dense_tp_size"), _COUNTED_BEFORE),
-    FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_TOKEN),
-    FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_TOKEN),
-    FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
-    FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
+    FlagLimit("dense layers of another parallelism", given("moe_dense_tp_size"), _COUNTED_BEFORE),
+    FlagLimit("returned hidden states", given("enable_return_hidden_states", "return_hidden_states_mode"), _PER_TOKEN),
+    FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_TOKEN),
+    FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_TOKEN),
+    FlagLimit("returned indexer top-k", given("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
 _TREE_OF_A_PAIR = FlagLimit(
@@ -260,9 +263,9 @@ _TREE_OF_A_PAIR = FlagLimit(
 # Of servers with "rectify_on_finish".
 FINISH_LIMITS = (
     _TREE_OF_A_PAIR,
-    FlagLimit("--disable-radix-cache", _set("disable_radix_cache"), "nobody shares what it makes exact"),
-    FlagLimit("data-parallel attention", _attends_apart, "its passes run behind a step, where ranks do not meet"),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), "its passes run behind a step, where stages do not meet"),
+    FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "nobody shares what it makes exact"),
+    FlagLimit("data-parallel attention", attends_apart, "its passes run behind a step, where ranks do not meet"),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), "its passes run behind a step, where stages do not meet"),
 )
 
 # Of SGLang's arguments of speculative decoding, what lossless decoding reads or refuses by name.
@@ -294,9 +297,9 @@ DRAFT_LIMITS = (
         ),
         f"allowed: {_DRAFTS}",
     ),
-    FlagLimit("data-parallel attention", _attends_apart, "its ranks would have to draft and verify together"),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), "its stages would have to draft and verify together"),
-    FlagLimit("--speculative-eagle-topk", _above_one("speculative_eagle_topk"), "drafts are chains; allowed: 1"),
+    FlagLimit("data-parallel attention", attends_apart, "its ranks would have to draft and verify together"),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), "its stages would have to draft and verify together"),
+    FlagLimit("--speculative-eagle-topk", above_one("speculative_eagle_topk"), "drafts are chains; allowed: 1"),
     FlagLimit(
         "--speculative-num-draft-tokens",
         lambda args: (
@@ -307,29 +310,29 @@ DRAFT_LIMITS = (
         "it follows from --speculative-num-steps; leave it out",
     ),
     FlagLimit("LoRA", _LORA, "SGLang's buffers of adapters have one width, and a round two; leave out LoRA's flags"),
-    FlagLimit("a draft model", _set("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
+    FlagLimit("a draft model", given("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
     FlagLimit("settings of other speculative algorithms", _other_drafting, "they would do nothing; leave them out"),
-    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
-    FlagLimit("custom logit processors", _set("enable_custom_logit_processor"), "they see one token a pass"),
-    FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),
-    FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_DRAFT),
-    FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_DRAFT),
-    FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_DRAFT),
+    FlagLimit("mixed chunk", given("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
+    FlagLimit("custom logit processors", given("enable_custom_logit_processor"), "they see one token a pass"),
+    FlagLimit("returned hidden states", given("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),
+    FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_DRAFT),
+    FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_DRAFT),
+    FlagLimit("returned indexer top-k", given("enable_return_indexer_topk"), _PER_DRAFT),
 )
 
 # Of servers with "check_exactness".
 CHECK_LIMITS = (
     _TREE_OF_A_PAIR,
-    FlagLimit("--disable-radix-cache", _set("disable_radix_cache"), "it has nothing to prove"),
+    FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "it has nothing to prove"),
     FlagLimit(
         "storage behind the hierarchical cache",
-        _set("hicache_storage_backend"),
+        given("hicache_storage_backend"),
         "what storage puts into the prefix cache is not followed",
     ),
-    FlagLimit("data-parallel attention", _attends_apart, "a rank cannot recompute without the others"),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), "a stage cannot recompute without the others"),
+    FlagLimit("data-parallel attention", attends_apart, "a rank cannot recompute without the others"),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), "a stage cannot recompute without the others"),
     FlagLimit(
-        "--enable-lora-overlap-loading", _set("enable_lora_overlap_loading"), "a check loads adapters; leave it out"
+        "--enable-lora-overlap-loading", given("enable_lora_overlap_loading"), "a check loads adapters; leave it out"
     ),
 )
 
@@ -339,26 +342,26 @@ COMPACT_LIMITS = (
         _decodes_apart,
         "what a retracted request takes back is its whole prompt; allowed: null, prefill",
     ),
-    FlagLimit("data-parallel attention", _attends_apart, "a step that SGLang makes dense would read freed pages"),
-    FlagLimit("pipeline parallelism", _above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
+    FlagLimit("data-parallel attention", attends_apart, "a step that SGLang makes dense would read freed pages"),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
     FlagLimit(
         "hierarchical cache",
-        _set("enable_hierarchical_cache"),
+        given("enable_hierarchical_cache"),
         "it may load into the pages of a prompt before what is kept of them is copied",
     ),
     FlagLimit(
         "streaming sessions",
-        _set("enable_streaming_session"),
+        given("enable_streaming_session"),
         "a turn would go on behind pages that compaction has freed",
     ),
     FlagLimit(
         "mixed chunk",
-        _set("enable_mixed_chunk"),
+        given("enable_mixed_chunk"),
         "decode rows in a mixed chunk would read pages that compaction has freed",
     ),
     FlagLimit(
         "returned routed experts",
-        _set("enable_return_routed_experts"),
+        given("enable_return_routed_experts"),
         "they are found by the slots of a prompt, which compaction has freed",
     ),
 )
@@ -368,21 +371,21 @@ PREFILL_LIMITS = (
     _DRAFTS_APART,
     FlagLimit(
         "adaptive speculative decoding",
-        lambda args: _drafting(args) and _set("speculative_adaptive")(args),
+        lambda args: _drafting(args) and given("speculative_adaptive")(args),
         "each number of drafts has an attention backend of its own, and the counts of one would be reported",
     ),
     FlagLimit(
         "storage behind the hierarchical cache",
-        _set("hicache_storage_backend"),
+        given("hicache_storage_backend"),
         "SGLang looks there for the prompt's own tokens, and groups have separate keys",
     ),
     FlagLimit(
         "a prefix cache on the decode server",
-        _set("disaggregation_decode_enable_radix_cache"),
+        given("disaggregation_decode_enable_radix_cache"),
         "prompts that part within a group would share some of it there; leave out "
         "--disaggregation-decode-enable-radix-cache",
     ),
-    FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
+    FlagLimit("multi-item scoring", given("enable_mis"), "sparse prefill would let an item attend to other items"),
 )
 
 

@@ -27,10 +27,24 @@ class ModelLimit:
     own_selection: bool = False
 
 
-def _mamba_like(model: ModelConfig) -> bool:
+# Those of models whose layers with recurrent states stay dense.
+WITH_STATES = ("Qwen3NextForCausalLM",)
+
+
+def _unproven_states(model: ModelConfig) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    return mambaish_config(model) is not None
+    return mambaish_config(model) is not None and not _has_states(model)
+
+
+def _has_states(model: ModelConfig) -> bool:
+    return not set(WITH_STATES).isdisjoint(model.hf_config.architectures or ())
+
+
+def state_layers(model: ModelConfig) -> frozenset[int]:
+    """Return the layers of a served model that have a recurrent state and no KV."""
+    attending = model.hf_config.full_attention_layer_ids if _has_states(model) else range(model.num_hidden_layers)
+    return frozenset(range(model.num_hidden_layers)).difference(attending)
 
 
 def _own_sparse_attention(model: ModelConfig) -> bool:
@@ -103,7 +117,11 @@ MODEL_LIMITS = (
         """alone by --json-model-override-args '{"language_model_only": true}'""",
     ),
     ModelLimit("model that needs M-RoPE for text", _needs_positions, "SGLang gives it no positions without its towers"),
-    ModelLimit("hybrid SSM or linear-attention model", _mamba_like, "its state layers have no KV pages"),
+    ModelLimit(
+        "hybrid SSM or linear-attention model",
+        _unproven_states,
+        f"its states are not proven yet; those of {', '.join(WITH_STATES)} are",
+    ),
     ModelLimit(
         "model with a separate KV pool for its windows",
         lambda m: m.is_hybrid_swa,

@@ -30,6 +30,7 @@ from sglang_sparse.hooks.limits import (
     dense_backends,
 )
 from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit
+from sglang_sparse.hooks.state_models import WHERE, fit_states, limits_of, refuse_interval, refuse_prefill
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups
@@ -202,6 +203,7 @@ def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None
     """
     if not interval:
         return
+    refuse_interval(interval, model)
     for limit, name in ((model.context_len, "context length"), (prefill_chunk(args), "chunked prefill size")):
         if limit is not None and 0 < limit < interval:
             allowed = f"at most the {name} of {limit}"
@@ -262,6 +264,7 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=allowed)
     if settings.passes_through:
         return
+    require_none(args, limits_of(model), f"{settings.flag} {WHERE} cannot run with")
     _require_unpenalised(args)
     _require_verifier(args, gpu)
     _require_verified(args, settings)
@@ -339,7 +342,7 @@ def fit_prefill(args: Arguments, settings: Settings) -> Settings:
     """
     if args.sparse_prefill_method or not settings.comes_along or settings.prefill is None:
         return settings
-    if settings.prefill.refuse(args.new_model_config()) is None:
+    if refuse_prefill(settings.prefill, args.new_model_config()) is None:
         return settings
     decode = DecodeGroups(settings.decode.names, [settings.method.decode_alone()])
     fitted = replace(settings, decode=decode, prefill_name=None, prefill=None)
@@ -361,7 +364,8 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     model = args.new_model_config()
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
     _require_fit(settings.flag, model, "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds))
-    settings = fit_layers(settings, model)
+    settings = fit_states(fit_layers(settings, model), model)
+    require_none(args, limits_of(model), f"{settings.flag} {WHERE} cannot run with")
     weightless = stand_in or args.load_format == "dummy"
     _require_fit(settings.flag, model, settings.decode.refuse(model))
     if not stand_in:
@@ -369,7 +373,7 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     prefill = settings.prefill
     # Weights that the decode method has checked are not read again.
     judged = weightless or settings.comes_along
-    reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
+    reason = prefill and (refuse_prefill(prefill, model) or (None if judged else prefill.refuse_weights(model)))
     # Name its own flag, if that was given.
     asked = f"--sparse-prefill-method {settings.prefill_name}" if args.sparse_prefill_method else settings.flag
     _require_fit(asked, model, reason)

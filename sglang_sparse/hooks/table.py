@@ -260,6 +260,13 @@ HOOKS = (
         "sparse prefill: insert only complete groups into the radix tree",
     ),
     Hook(
+        "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent._select_finished_checkpoint",
+        "self, req, token_ids_len",
+        "AROUND",
+        "scheduler.exact_kv:exact_checkpoint",
+        "models with recurrent states: keep what comes after a sparse step out of the radix tree",
+    ),
+    Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix",
         "self, params",
         "AROUND",

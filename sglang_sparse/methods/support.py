@@ -58,6 +58,14 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 1024,
         "sliding_window_pattern": 4,
     },
+    "hybrid MHA/GQA": {
+        **_SIZES,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "full_attention_interval": 4,
+    },
 }
 
 

@@ -207,3 +207,26 @@ def release_inexact_tail(
     start = -(-start // page_size) * page_size
     if start < end:
         free_tokens(request, tree_cache, start, end)
+
+
+def exact_checkpoint(
+    original: Callable[..., tuple[int, int] | None], component: object, request: Req, token_ids_len: int
+) -> tuple[int, int] | None:
+    """Around ``MambaComponent._select_finished_checkpoint``: nothing is shared behind an approximate state.
+
+    SGLang would offer the state that was stored before it. A step that is under way may be writing to its slot, which
+    cannot happen where all states are exact.
+
+    Args:
+        original: SGLang's method.
+        component: SGLang's, of the radix tree.
+        request: the finished request.
+        token_ids_len: tokens of its that may be inserted.
+
+    Returns:
+        How many tokens the state covers that is inserted with them, and its place; None for no state and no tokens.
+    """
+    exact, latest = shareable_len(request), request.kv.mamba_last_track_seqlen
+    if exact is not None and latest is not None and latest > exact:
+        return None
+    return original(component, request, token_ids_len)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_sparse.config.arguments import SPARSE_SELF
-from sglang_sparse.hooks import deterministic, limits, model_limits, refusals
+from sglang_sparse.hooks import deterministic, limits, model_limits, refusals, state_models
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.support import KINDS
@@ -208,6 +208,9 @@ def _of_tables() -> Iterator[Refused]:
         yield limit.name, verifying, limit.reason
     for limit in deterministic.DETERMINISTIC_LIMITS:
         yield f"deterministic inference with {limit.name}", asked, limit.reason
+    for limit in state_models.STATE_LIMITS:
+        own = [method for method in asked if not method.prefill and method.name not in ("robsa", "dsa")]
+        yield f"a model with recurrent states with {limit.name}", own, limit.reason
     for limit in limits.PREFILL_LIMITS:
         # Some prefill methods come with the decode method of the same name.
         refusing = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]

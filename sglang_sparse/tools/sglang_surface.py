@@ -23,6 +23,7 @@ from sglang_sparse.hooks.limits import (
     RECTIFY_LIMITS,
     VERIFY_LIMITS,
 )
+from sglang_sparse.hooks.state_models import STATE_LIMITS
 from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
 from sglang_sparse.methods.rocketkv import WINDOW_LIMITS
@@ -131,6 +132,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
         *COMPACT_LIMITS,
         *INDEXER_LIMITS,
         *PREFILL_LIMITS,
+        *STATE_LIMITS,
     )
     for limit in (*FLAG_LIMITS, *own):
         try:

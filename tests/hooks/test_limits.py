@@ -18,7 +18,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import DRAFTERS
-from sglang_sparse.hooks import deterministic, limits, model_limits
+from sglang_sparse.hooks import deterministic, limits, model_limits, state_models
 from sglang_sparse.methods import registry, rocketkv, support
 from sglang_sparse.methods.dsa import decode
 
@@ -27,7 +27,7 @@ LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
 # Those that no method serves, and those of one method, by their names.
 LIMITS = {
     name: found
-    for of in (limits, deterministic, decode, rocketkv)
+    for of in (limits, deterministic, state_models, decode, rocketkv)
     for name, found in vars(of).items()
     if name.endswith("_LIMITS")
 }
@@ -256,6 +256,27 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method rocketkv cannot run with ",
         (on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),),
     ),
+    "STATE_LIMITS": (
+        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
+        "--sparse-method resa on a model with recurrent states cannot run with ",
+        (
+            on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "no_buffer"),
+            on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "extra_buffer_lazy"),
+            on("--enable-linear-replayssm", "enable_linear_replayssm"),
+            on("--enable-linear-replayssm", "enable_linear_replayssm_spec"),
+            on("--enable-int8-mamba-checkpoint", "enable_int8_mamba_checkpoint"),
+            on("speculative decoding", "speculative_algorithm", "EAGLE"),
+            on("speculative decoding", "speculative_algorithm", "SPARSE_SELF"),
+            on("--disaggregation-mode", "disaggregation_mode", "decode"),
+            on("pipeline parallelism", "pp_size", 2),
+            on("hierarchical cache", "enable_hierarchical_cache"),
+            Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
+            on("--linear-attn-backend", "linear_attn_backend", "flashinfer"),
+            on("mixed chunk", "enable_mixed_chunk"),
+            on("streaming sessions", "enable_streaming_session"),
+            on("deterministic inference", "enable_deterministic_inference"),
+        ),
+    ),
     "INDEXER_LIMITS": (
         {"sparse_method": "dsa"},
         "--sparse-method dsa cannot run with ",
@@ -347,7 +368,8 @@ def test_every_field_of_a_server_is_judged() -> None:
 )
 def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, beginning, _ = TABLES[table]
-    model = write_config(tmp_path, "own_sparse_attention" if table == "INDEXER_LIMITS" else "qwen3")
+    models = {"INDEXER_LIMITS": "own_sparse_attention", "STATE_LIMITS": "states"}
+    model = write_config(tmp_path, models.get(table, "qwen3"))
     if trigger.variable:
         monkeypatch.setenv(trigger.variable, trigger.value or "1")
     with refused(trigger.limit, trigger.got) as caught:

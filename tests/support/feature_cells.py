@@ -20,7 +20,7 @@ PAGE_SIZE, ON_GPU, ON_CPU = (
 PHASE, MODELS, MACHINE, TOGETHER, OTHER_LAYERS = doc_tables.properties()
 FLOAT8 = "`--kv-cache-dtype fp8_e4m3`"
 SCALED = "`--kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json`"
-WINDOWS = "windowed MHA/GQA"
+WINDOWS, HYBRID = "windowed MHA/GQA", "hybrid MHA/GQA"
 DECODE_SKIP, PREFILL_SKIP = "skip_softmax", "skip_softmax (prefill)"
 
 
@@ -76,6 +76,7 @@ _OF_BOTH_PHASES = {
 }
 _WINDOWS = _SERVER.format("windows")
 _NOTHING_OUT = _WINDOWS + "other_methods_that_leave_nothing_out_agree"
+_STATES = _SERVER.format("state_models")
 _OTHER_FIELDS = "itself with other fields"
 
 # What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``reproduce``.
@@ -138,6 +139,11 @@ PROOFS: Mapping[Cell, str] = {
     Cell(MODELS, "resa", WINDOWS): _WINDOWS + "dense_and_all_pages_agree_with_transformers",
     Cell(MODELS, "anchor", WINDOWS): _WINDOWS + "prefill_runs_sparse_in_the_same_layers",
     **{Cell(MODELS, method, WINDOWS): _NOTHING_OUT for method in ("rocketkv", DECODE_SKIP, PREFILL_SKIP)},
+    Cell(MODELS, "resa", HYBRID): _STATES + "dense_and_all_pages_agree_with_transformers",
+    **{
+        Cell(MODELS, method, HYBRID): _STATES + "other_methods_that_leave_nothing_out_agree"
+        for method in ("rocketkv", DECODE_SKIP)
+    },
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",
     **{

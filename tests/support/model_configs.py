@@ -74,6 +74,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_d_state": 16,
     },
+    "states": {
+        **_SIZES,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "head_dim": 64,
+        "full_attention_interval": 2,
+        "linear_num_value_heads": 6,
+        "linear_num_key_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+    },
     "encoder_only": {
         **_SIZES,
         "architectures": ["BertModel"],

@@ -1,0 +1,149 @@
+"""Models with a recurrent state instead of KV in most layers: what they refuse, and that they never rectify.
+
+A sparse step leaves approximate KV and an approximate state, which the next step overwrites. So only prompts are
+shared: SGLang's strategy ``extra_buffer`` stores the states at their ends, and ``scheduler/exact_kv.py`` keeps out
+those that come after a sparse step. To encode tokens again would take the state before them, which is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sglang_sparse.config.arguments import deterministic
+from sglang_sparse.config.settings import Settings
+from sglang_sparse.errors import SparseArgumentError, within
+from sglang_sparse.hooks.limits import above_one, attends_apart, given
+from sglang_sparse.hooks.model_limits import state_layers
+from sglang_sparse.methods.config import RectifyConfig
+from sglang_sparse.methods.groups import PrefillGroups
+from sglang_sparse.methods.support import FlagLimit
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.arguments import Arguments, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+WHERE = "on a model with recurrent states"
+_GONE = "the state before the tokens that would be encoded again is gone"
+
+
+def _strategy(args: Arguments) -> object | None:
+    """The strategy of the prefix cache, if there is one and it is not proven."""
+    found = args.mamba_radix_cache_strategy
+    return None if args.disable_radix_cache or found in ("auto", "extra_buffer") else found
+
+
+STATE_LIMITS = (
+    FlagLimit(
+        "--mamba-radix-cache-strategy",
+        _strategy,
+        "no_buffer would share the state behind a sparse answer as that of its prompt, and extra_buffer_lazy is not "
+        "proven yet; allowed: extra_buffer, or --disable-radix-cache",
+    ),
+    FlagLimit(
+        "--linear-attn-backend",
+        lambda args: None if args.disable_radix_cache or (kernels := args.linear_attn_backend) == "triton" else kernels,
+        "SGLang has no extra_buffer with it; allowed: triton, or --disable-radix-cache",
+    ),
+    FlagLimit(
+        "--enable-linear-replayssm",
+        given("enable_linear_replayssm", "enable_linear_replayssm_spec"),
+        "stored states lag behind the tokens; leave it out",
+    ),
+    FlagLimit(
+        "--enable-int8-mamba-checkpoint",
+        given("enable_int8_mamba_checkpoint"),
+        "rounded states are not proven yet; leave it out",
+    ),
+    FlagLimit(
+        "speculative decoding",
+        given("speculative_algorithm"),
+        "what a verification does to the states is not followed; leave out --speculative-algorithm",
+    ),
+    FlagLimit(
+        "--disaggregation-mode",
+        lambda args: None if (mode := args.disaggregation_mode) == "null" else mode,
+        "states that another server sends are not proven yet; allowed: null",
+    ),
+    FlagLimit(
+        "pipeline parallelism",
+        above_one("pp_size"),
+        "not proven yet; allowed: --pp-size 1",
+    ),
+    FlagLimit(
+        "hierarchical cache",
+        given("enable_hierarchical_cache"),
+        "states in host memory are not proven yet; leave out --enable-hierarchical-cache",
+    ),
+    FlagLimit("data-parallel attention", attends_apart, "not proven yet; leave out --enable-dp-attention"),
+    FlagLimit(
+        "mixed chunk",
+        given("enable_mixed_chunk"),
+        "which states a mixed pass stores is not proven yet; leave out --enable-mixed-chunk",
+    ),
+    FlagLimit(
+        "streaming sessions",
+        given("enable_streaming_session"),
+        "a turn would go on from the state behind a sparse answer; leave out --enable-streaming-session",
+    ),
+    FlagLimit(
+        "deterministic inference",
+        lambda args: deterministic(args) or None,
+        "it is not proven yet that the kernels of states compute each row as if it were alone; leave it out",
+    ),
+)
+
+
+def limits_of(model: ModelConfig) -> tuple[FlagLimit, ...]:
+    """Return what a server refuses for its model's states; nothing for other models."""
+    return STATE_LIMITS if state_layers(model) else ()
+
+
+def refuse_prefill(prefill: PrefillGroups, model: ModelConfig) -> str | None:
+    """Say why prefill methods cannot serve a model, or None."""
+    if state_layers(model):
+        return "states are stored at other places than those where the KV of sparse prefill may be shared"
+    return prefill.refuse(model)
+
+
+def refuse_interval(interval: int, model: ModelConfig) -> None:
+    """Refuse to rectify a model with states.
+
+    Raises:
+        SparseArgumentError: names the field, what was got, and what to type.
+    """
+    if interval and state_layers(model):
+        raise SparseArgumentError(field="rectify_interval", got=interval, allowed="0", where=WHERE, hint=_GONE)
+
+
+def fit_states(settings: Settings, model: ModelConfig) -> Settings:
+    """Switch off rectification for a model with states, unless it was asked for.
+
+    Args:
+        settings: the server's methods; not changed. Fields that the user has left open are not set in their configs.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        SparseArgumentError: the config asks for rectification, or for a proof that needs the states of all nodes.
+    """
+    if not state_layers(model):
+        return settings
+    configs = []
+    with within(f"--sparse-config of {settings.name}"):
+        for asked in settings.decode.configs:
+            config = asked
+            if config.check_exactness:
+                hint = "a node of the prefix cache without a state cannot be computed again"
+                raise SparseArgumentError(field="check_exactness", got=True, allowed="false", where=WHERE, hint=hint)
+            if isinstance(config, RectifyConfig):
+                if "rectify_interval" in config.model_fields_set:
+                    refuse_interval(config.rectify_interval, model)
+                if config.rectify_on_finish:
+                    field = "rectify_on_finish"
+                    raise SparseArgumentError(field=field, got=True, allowed="false", where=WHERE, hint=_GONE)
+                config = config.model_copy(update={"rectify_interval": 0})
+            configs.append(config)
+    logger.info("sglang_sparse: rectify_interval is 0 %s, and only prompts are shared: %s", WHERE, _GONE)
+    return replace(settings, decode=settings.decode.with_configs(configs))
