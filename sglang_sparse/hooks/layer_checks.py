@@ -49,14 +49,14 @@ def fit_layers(settings: Settings, model: ModelConfig) -> Settings:
 
 
 def _fitted(groups: G, rules: Rules, model: ModelConfig) -> tuple[G, Rules]:
-    count, others = model.num_hidden_layers, dict.fromkeys(windowed_layers(model), "a sliding window")
-    others |= dict.fromkeys(state_layers(model), "a recurrent state instead of KV")
+    count, others = model.num_hidden_layers, dict.fromkeys(windowed_layers(model), "has a sliding window")
+    others |= dict.fromkeys(state_layers(model), "has a recurrent state instead of KV")
     full = ",".join(str(layer) for layer in range(count) if layer not in others) if others else "all"
     require_range(rules or {}, count)
     for config in groups.configs:
         named = [layer for layer in parse_layers(config.layers, count) if layer in others]
         if named and config.layers != "all":
-            message = f"layer {named[0]} has {others[named[0]]}"
+            message = f"layer {named[0]} {others[named[0]]}"
             raise SparseArgumentError(message, field="layers", got=named, allowed=f'"all", or some of {full}')
     if full == "all" or groups.config.layers != "all":
         return groups, rules

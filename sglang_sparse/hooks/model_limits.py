@@ -28,7 +28,7 @@ class ModelLimit:
 
 
 # Those of models whose layers with recurrent states stay dense.
-WITH_STATES = ("Qwen3NextForCausalLM",)
+WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
 
 
 def _unproven_states(model: ModelConfig) -> bool:

@@ -20,7 +20,7 @@ def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
     states = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
     states |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    return random_hybrid(tmp_path_factory.mktemp("qwen3-next"), 8, **heads, **states)
+    return random_hybrid(tmp_path_factory.mktemp("qwen3-next"), layers=8, **heads, **states)
 
 
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])

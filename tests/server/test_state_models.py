@@ -1,4 +1,4 @@
-"""Models whose other layers have recurrent states: tiny Qwen3-Next against transformers, sharing prompts alone."""
+"""Models whose other layers have recurrent states, which share prompts alone: tiny ones against transformers."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +126,17 @@ def test_follow_ups_hit_prompts_alone_and_agree(
         ends = [length + (answer if env else 0) for length, answer in zip(lengths, tokens, strict=True)]
         assert all(GRID <= hit <= end if shares else hit == 0 for hit, end in zip(hits, ends, strict=True)), hits
         assert_abort_leaks_nothing(server, input_ids=random_prompts(8, [200], 1000)[0])
+
+
+def test_qwen3_5_for_text_agrees_with_transformers(serve, tmp_path: Path) -> None:
+    """Its text requests have positions in three rows, all the same."""
+    likely = by_transformers(random_hybrid(tmp_path, "Qwen3_5"))
+    prompt, tokens = random_prompts(1, (300, 90), 1000)
+    with serve(tmp_path, *FLAGS, config=RESA, env=RETRACT) as server:
+        for options in ({"sparse": False}, {"active_ratio": 1.0}):
+            assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
+        assert_prompts_are_shared(server, likely, (128, 150, 410), (64, 141, 38))
+        assert_nothing_leaked(server)
 
 
 def stopped(server: ServerProcess, prompt: list[int], tokens: list[int]) -> None:

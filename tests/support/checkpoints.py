@@ -122,21 +122,33 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-def random_hybrid(path: Path, layers: int = 4, seed: int = 0, **config: Any) -> Path:
-    """Random float32 Qwen3-Next checkpoint: every fourth layer attends, the others have a state of a gated delta net.
+def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: int = 0, **config: Any) -> Path:
+    """Random float32 checkpoint: every fourth layer attends, the others have a state of a gated delta net.
 
     Hidden 256; attention with 8 query and 2 KV heads of 32, states of 6 value and 2 key heads of 32: SGLang splits
-    what is projected for 1, 2 or 4 value heads a key head by a kernel of Triton. ``config`` overrides.
+    what is projected for 1, 2 or 4 value heads a key head by a kernel of Triton.
+
+    Args:
+        path: its folder.
+        family: "Qwen3Next", with experts, or "Qwen3_5", whose rotary positions are those of images and text.
+        layers: how many.
+        seed: of the weights.
+        **config: fields of its config.
     """
     import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    own = {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "shared_expert_intermediate_size": 128}
-    states = {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
-    states |= {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
-    sizes = {**_sizes(layers, 1024), **_EXPERTS, **own, **states}
-    model = Qwen3NextForCausalLM(Qwen3NextConfig(**{**sizes, **config}))
+    own: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
+    own |= {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
+    own |= {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
+    if family == "Qwen3Next":
+        own |= {**_EXPERTS, "shared_expert_intermediate_size": 128}
+    else:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+        own["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**_sizes(layers, 1024), **own, **config}))
     return _save(path, model, 1024, {"full_attention_interval": 4})
 
 

@@ -166,7 +166,7 @@ def _advance(
 
 
 def gated_norm(module: Any, x: torch.Tensor, g: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Normalise ``[rows, dim]``, and multiply by its gate."""
+    """Normalise ``[rows, dim]``, and multiply by its gate: for both of SGLang's classes that do."""
     from sglang.kernels.ops.attention.fla.layernorm_gated import rms_norm_ref
 
     gate = torch.sigmoid if module.activation == "sigmoid" else functional.silu
@@ -190,6 +190,11 @@ def track_layers(
     sources, copies = slots[:rows][taken].long(), targets[:rows][taken].long()
     for states in (conv_states, ssm_states):
         states[:, copies] = states[:, sources]
+
+
+def gate_heads(x: torch.Tensor, gate: torch.Tensor, **_: object) -> torch.Tensor:
+    """Multiply what heads attended to, ``[tokens, heads * dim]``, by their gates ``[tokens, heads, dim]``."""
+    return x * torch.sigmoid(gate.reshape(x.shape))
 
 
 def add_shared_expert(

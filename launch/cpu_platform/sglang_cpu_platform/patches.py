@@ -99,6 +99,7 @@ def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DSA = "sglang.srt.layers.attention"
 _GDN = "sglang.srt.layers.attention.linear"
+_FLA = "sglang.kernels.ops.attention.fla"
 _LATENTS = "sglang.kernels.ops.quantization.dsa_quant_k_cache.quantize_k_cache_separate"
 _INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend"
@@ -130,10 +131,9 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_GDN}.kernels.gdn_triton.TritonGDNKernel.extend": (gated_delta.extend, HookType.REPLACE),
     f"{_GDN}.kernels.gdn_triton.TritonGDNKernel.packed_decode": (gated_delta.decode, HookType.REPLACE),
     f"{_DSA}.hybrid_linear_attn_backend.track_mamba_states_all_layers": (gated_delta.track_layers, HookType.REPLACE),
-    "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": (
-        gated_delta.gated_norm,
-        HookType.REPLACE,
-    ),
+    f"{_FLA}.fused_norm_gate.FusedRMSNormGated.forward": (gated_delta.gated_norm, HookType.REPLACE),
+    f"{_FLA}.layernorm_gated.RMSNorm.forward": (gated_delta.gated_norm, HookType.REPLACE),
+    "sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul": (gated_delta.gate_heads, HookType.REPLACE),
     "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul": (
         gated_delta.add_shared_expert,
         HookType.REPLACE,
