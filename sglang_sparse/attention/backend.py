@@ -343,8 +343,8 @@ class SparseAttentionBackend(DelegatingBackend):
             v: ``[tokens, kv_heads, v_head_dim]``.
             save_kv_cache: whether k and v still have to be written to the pool.
             **kwargs: passed to the dense backend; ``q_rope`` and ``k_rope`` of MLA, which q and k then lack; ``sinks``
-                ``[q_heads]`` of others, see ``sparse_decode``; and the arguments of layers with a recurrent state, which
-                have no q, k and v.
+                ``[q_heads]`` of others, see ``sparse_decode``; and the arguments of layers with a recurrent state,
+                which have no q, k and v.
 
         Returns:
             ``[tokens, q_heads * v_head_dim]``.

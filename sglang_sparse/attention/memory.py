@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -294,6 +294,17 @@ def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigura
     return cell_size + aux_bytes_per_token(settings, model, shares_selection(settings, model, kvc.server_args))
 
 
+def note_aux_bytes(original: Callable[..., None], configurator: object, kvc: KVCacheConfigurator) -> None:
+    """Around ``HybridSWAPoolConfigurator.__init__``: remember the buffers' share for `charge_full_pool`."""
+    setattr(configurator, ATTRIBUTE, charge_aux_bytes(0, configurator, kvc, 0))
+    original(configurator, kvc)
+
+
+def charge_full_pool(cell_size: int, configurator: object) -> int:
+    """After ``HybridSWAPoolConfigurator._full_cell_bytes``: add the buffers' share to a token of the full pool."""
+    return cell_size + getattr(configurator, ATTRIBUTE)
+
+
 def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: object) -> int:
     """After ``_profile_available_bytes``: keep what sparse passes need for a moment out of the KV pool.
 
@@ -347,7 +358,7 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     latent = settings.method.kind_of(configurator.model_config) != "MHA"
-    # Where other layers have states, SGLang wraps the pool of those that attend.
+    # Where other layers have states, or windows and a pool for them, SGLang wraps the pool of full attention.
     plain = getattr(kv_pool, "full_kv_pool", kv_pool)
     # A platform may have its own subclass for MLA; those that store something else are refused by model or flag.
     if not isinstance(plain, MLATokenToKVPool) if latent else type(plain) is not MHATokenToKVPool:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_sparse.config.arguments import CHAINS, DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF, drafts_itself
+from sglang_sparse.config.arguments import CHAINS, DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF
+from sglang_sparse.hooks.asked import (
+    above_one,
+    attends_apart,
+    decodes_apart,
+    drafter,
+    drafting,
+    environment,
+    given,
+    lossless,
+    other_than,
+    without_tree,
+)
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
@@ -24,52 +35,8 @@ GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names
 # SGLang's torch_native reads a prompt's keys from the pool, which has one latent for all heads of an MLA model: the
 # first request ends the server. The CPU platform sends prompts another way.
 _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
-Judge = Callable[["Arguments"], object | None]
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
-
-
-def given(*fields: str) -> Judge:
-    """Return what finds the first of some fields that is set."""
-    return lambda args: next((value for field in fields if (value := getattr(args, field))), None)
-
-
-def _other_than(field: str, served: object) -> Judge:
-    return lambda args: None if getattr(args, field) == served else getattr(args, field)
-
-
-def above_one(field: str) -> Judge:
-    """Return what finds a number above 1."""
-    return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
-
-
-def _lossless(args: Arguments) -> str | None:
-    return args.speculative_algorithm if drafts_itself(args) else None
-
-
-def _drafter(args: Arguments, served: bool) -> str | None:
-    """The speculative algorithm, if it is one of those that prefill methods serve, or one of the others."""
-    name = args.speculative_algorithm
-    return name if name and not drafts_itself(args) and (name.upper() in DRAFTERS) is served else None
-
-
-def _drafting(args: Arguments) -> str | None:
-    return _drafter(args, served=True)
-
-
-def attends_apart(args: Arguments) -> object | None:
-    """Return what asks for data-parallel attention, by its new flag or its old one."""
-    return args.enable_dp_attention or above_one("attn_dp_size")(args)
-
-
-def _decodes_apart(args: Arguments) -> str | None:
-    return mode if (mode := args.disaggregation_mode) == "decode" else None
-
-
-def _without_tree(args: Arguments) -> str | None:
-    """A decode server without the flag that keeps its prefix cache."""
-    return None if args.disaggregation_decode_enable_radix_cache else _decodes_apart(args)
-
 
 _LORA = given("enable_lora", "lora_paths")
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
@@ -85,15 +52,6 @@ TREE_CORES = ("rust", "python")
 _OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
 
 
-def _environment(*names: str) -> Judge:
-    def found(_: object) -> str | None:
-        from sglang.srt.environ import envs
-
-        return next((name for name in names if getattr(envs, name).get()), None)
-
-    return found
-
-
 def _foreign_core(_: object) -> str | None:
     from sglang.srt.environ import envs
 
@@ -104,13 +62,13 @@ def _foreign_core(_: object) -> str | None:
 FLAG_LIMITS = (
     FlagLimit(
         "other speculative algorithms",
-        lambda args: _drafter(args, served=False) or _other_than("decoupled_spec_role", "null")(args),
+        lambda args: drafter(args, served=False) or other_than("decoupled_spec_role", "null")(args),
         f"their passes are not followed; allowed: {SPARSE_SELF}, {', '.join(DRAFTERS)} with a prefill method alone, or "
         f"{', '.join(CHAINS)} with --sparse-method resa or dsa",
     ),
     FlagLimit(
         "the KV canary",
-        _other_than("kv_canary", "none"),
+        other_than("kv_canary", "none"),
         "it reports KV that a rectifying pass rewrites or compaction frees as damaged; not proven yet",
     ),
     FlagLimit("LMCache", given("enable_lmcache"), _OTHER_WRITER),
@@ -132,7 +90,7 @@ FLAG_LIMITS = (
     FlagLimit("megakernel", given("enable_nvidia_megakernel"), _OTHER_LOOP),
     FlagLimit(
         "metadata glue graphs",
-        _environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
         "a replay would not prepare the sparse path",
     ),
     FlagLimit("decode context parallelism", above_one("dcp_size"), "a rank holds only a part of each page"),
@@ -175,7 +133,7 @@ DISAGGREGATION_LIMITS = (
     FlagLimit("pipeline parallelism", above_one("pp_size"), "not proven yet; allowed: --pp-size 1"),
     FlagLimit(
         "hierarchical cache",
-        lambda args: (_decodes_apart(args) and args.enable_hierarchical_cache) or None,
+        lambda args: (decodes_apart(args) and args.enable_hierarchical_cache) or None,
         "what comes back from host memory is not summarised there; leave out --enable-hierarchical-cache on the decode "
         "server",
     ),
@@ -200,7 +158,7 @@ BY_NATIVE = (
 DECODE_LIMITS = (
     FlagLimit(
         "speculative decoding",
-        _drafting,
+        drafting,
         "it selects for one token of a row at a time, and a verification has several; "
         f"allowed: {SPARSE_SELF}, --sparse-method resa, or --sparse-prefill-method without --sparse-method",
     ),
@@ -208,7 +166,7 @@ DECODE_LIMITS = (
 
 _DRAFTS_APART = FlagLimit(
     "drafts with data-parallel attention or pipeline parallelism",
-    lambda args: _drafting(args) and (attends_apart(args) or above_one("pp_size")(args)),
+    lambda args: drafting(args) and (attends_apart(args) or above_one("pp_size")(args)),
     "their passes on several ranks are not proven yet",
 )
 # Of servers with a decode method that does.
@@ -216,18 +174,18 @@ VERIFY_LIMITS = (
     _DRAFTS_APART,
     FlagLimit(
         "NGRAM",
-        lambda args: name if (name := _drafting(args)) and name.upper() not in CHAINS else None,
+        lambda args: name if (name := drafting(args)) and name.upper() not in CHAINS else None,
         "its drafts are a tree, even with --speculative-ngram-max-bfs-breadth 1, and a sparse verification takes a "
         f"chain; allowed: {', '.join(CHAINS)}",
     ),
     FlagLimit(
         "--speculative-eagle-topk",
-        lambda args: _drafting(args) and above_one("speculative_eagle_topk")(args),
+        lambda args: drafting(args) and above_one("speculative_eagle_topk")(args),
         "a sparse verification takes a chain of drafts; allowed: 1",
     ),
     FlagLimit(
         "adaptive or multi-layer drafts",
-        lambda args: _drafting(args) and given("speculative_adaptive", "enable_multi_layer_eagle")(args),
+        lambda args: drafting(args) and given("speculative_adaptive", "enable_multi_layer_eagle")(args),
         "a sparse verification has one number of tokens and follows one worker",
     ),
 )
@@ -237,7 +195,7 @@ _NO_GATHER = ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_DISABLE_CONSECUTIVE_PR
 RECTIFY_LIMITS = (
     FlagLimit(
         "data-parallel attention whose ranks do not gather before a step",
-        lambda args: attends_apart(args) and _environment(*_NO_GATHER)(args),
+        lambda args: attends_apart(args) and environment(*_NO_GATHER)(args),
         "ranks rectify together; unset the variable",
     ),
     FlagLimit(
@@ -245,9 +203,9 @@ RECTIFY_LIMITS = (
         lambda args: attends_apart(args) and above_one("pp_size")(args),
         "not proven yet; allowed: --pp-size 1",
     ),
-    FlagLimit("lossless decoding", _lossless, "each of its verifications is a dense pass over all new tokens"),
+    FlagLimit("lossless decoding", lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
-    FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
+    FlagLimit("expert-parallel all-to-all", other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
     FlagLimit("dense layers of another parallelism", given("moe_dense_tp_size"), _COUNTED_BEFORE),
     FlagLimit("returned hidden states", given("enable_return_hidden_states", "return_hidden_states_mode"), _PER_TOKEN),
     FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_TOKEN),
@@ -257,7 +215,7 @@ RECTIFY_LIMITS = (
 
 _TREE_OF_A_PAIR = FlagLimit(
     "--disaggregation-mode",
-    _without_tree,
+    without_tree,
     "there is no prefix cache; allowed with --disaggregation-decode-enable-radix-cache",
 )
 # Of servers with "rectify_on_finish".
@@ -339,7 +297,7 @@ CHECK_LIMITS = (
 COMPACT_LIMITS = (
     FlagLimit(
         "--disaggregation-mode",
-        _decodes_apart,
+        decodes_apart,
         "what a retracted request takes back is its whole prompt; allowed: null, prefill",
     ),
     FlagLimit("data-parallel attention", attends_apart, "a step that SGLang makes dense would read freed pages"),
@@ -371,7 +329,7 @@ PREFILL_LIMITS = (
     _DRAFTS_APART,
     FlagLimit(
         "adaptive speculative decoding",
-        lambda args: _drafting(args) and given("speculative_adaptive")(args),
+        lambda args: drafting(args) and given("speculative_adaptive")(args),
         "each number of drafts has an attention backend of its own, and the counts of one would be reported",
     ),
     FlagLimit(

@@ -123,11 +123,6 @@ MODEL_LIMITS = (
         f"its states are not proven yet; those of {', '.join(WITH_STATES)} are",
     ),
     ModelLimit(
-        "model with a separate KV pool for its windows",
-        lambda m: m.is_hybrid_swa,
-        "it frees KV that rectification reads; --disable-hybrid-swa-memory keeps all KV in one pool",
-    ),
-    ModelLimit(
         "model of windowed layers alone",
         lambda m: len(windowed_layers(m)) == m.num_hidden_layers,
         "no layer attends to all earlier tokens",

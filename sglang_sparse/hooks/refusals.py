@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks import dsa_flags, kv_dtypes
+from sglang_sparse.hooks.asked import listed, refused_flags, require_none
 from sglang_sparse.hooks.layer_checks import fit_layers
 from sglang_sparse.hooks.limits import (
     BY_NATIVE,
@@ -35,15 +35,13 @@ from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups
 from sglang_sparse.methods.roles import prompt_selectors
-from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
 
 
-# Ends what refuses a flag for this project's kernels of DSA; and what SGLang's own do not serve either.
+# Ends what refuses a flag for this project's kernels of DSA.
 PASSED_THROUGH = 'or leave the flag to SGLang by {"implementation": "native"}, on compute capability 9.x and 10.x'
-_NEVER = {"KV cache dtype"}
 
 
 def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
@@ -208,35 +206,15 @@ def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None
         if limit is not None and 0 < limit < interval:
             allowed = f"at most the {name} of {limit}"
             raise SparseArgumentError(field="rectify_interval", got=interval, allowed=allowed)
-    if found := _found(args, RECTIFY_LIMITS):
-        hint = f"it has {_listed(found)}"
+    if found := refused_flags(args, RECTIFY_LIMITS):
+        hint = f"it has {listed(found)}"
         raise SparseArgumentError(
             field="rectify_interval", got=interval, allowed="0", where="on this server", hint=hint
         )
 
 
-def _found(args: Arguments, limits: Iterable[FlagLimit]) -> dict[FlagLimit, object]:
-    got = {limit: limit.got(args) for limit in limits}
-    return {limit: value for limit, value in got.items() if value is not None}
-
-
-def _listed(found: Mapping[FlagLimit, object]) -> str:
-    return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in found.items())
-
-
 def _hint(settings: Settings) -> str:
     return PASSED_THROUGH if settings.method.selects_in_model else ""
-
-
-def require_none(
-    args: Arguments, limits: Iterable[FlagLimit], origin: str, other: tuple[str, str] = ("", ""), hint: str = ""
-) -> None:
-    """Refuse flags that a table limits; ``other`` is what is allowed instead: where, and what."""
-    if found := _found(args, limits):
-        (first, got), (where, allowed) = next(iter(found.items())), other
-        hint = "" if any(limit.name in _NEVER for limit in found) else hint
-        message = f"{origin} {_listed(found)}"
-        raise SparseArgumentError(message, field=first.name, got=got, allowed=allowed, where=where, hint=hint)
 
 
 def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
@@ -255,16 +233,17 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
         _require_fit(settings.flag, model_config, settings.decode.refuse(model_config))
     sinks = model_config.has_attention_sinks
     allowed = dense_backends(settings.method.kind_of(model_config), on_gpu(gpu), sinks)
-    alone = " with deterministic inference" if deterministic(args) else ""
-    allowed = tuple(name for name in allowed if not alone or name in DETERMINISTIC_BACKENDS)
+    where = " for a model with attention sinks" if sinks else ""
+    if deterministic(args):
+        allowed = tuple(name for name in allowed if name in DETERMINISTIC_BACKENDS)
+        where += " with deterministic inference"
     for name in args.get_attention_backends():
         if name not in allowed:
-            of = " for a model with attention sinks" if sinks else ""
-            message = f"{settings.flag}: attention backend {name!r} is not supported{of}{alone}"
+            message = f"{settings.flag}: attention backend {name!r} is not supported{where}"
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=allowed)
     if settings.passes_through:
         return
-    require_none(args, limits_of(model), f"{settings.flag} {WHERE} cannot run with")
+    require_none(args, limits_of(model_config), f"{settings.flag} {WHERE} cannot run with")
     _require_unpenalised(args)
     _require_verifier(args, gpu)
     _require_verified(args, settings)

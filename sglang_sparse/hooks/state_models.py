@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.limits import above_one, attends_apart, given
+from sglang_sparse.hooks.asked import above_one, attends_apart, given
 from sglang_sparse.hooks.model_limits import state_layers
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.groups import PrefillGroups

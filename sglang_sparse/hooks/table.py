@@ -38,6 +38,27 @@ HOOKS = (
         "count the page summaries in SGLang's memory sizing",
     ),
     Hook(
+        "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__",
+        "self, kvc",
+        "AROUND",
+        "attention.memory:note_aux_bytes",
+        "windowed layers with a KV pool of their own: know the page summaries before memory is divided",
+    ),
+    Hook(
+        "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator._full_cell_bytes",
+        "self",
+        "AFTER",
+        "attention.memory:charge_full_pool",
+        "count the page summaries in the pool of the layers of full attention",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows",
+        "self, req, pre_len, *, eviction_interval=1",
+        "AROUND",
+        "scheduler.exact_kv:keep_windows",
+        "keep the KV of windows that rectification reads",
+    ),
+    Hook(
         "sglang.srt.model_executor.model_runner.load_kv_cache_scales",
         "*, model, kv_cache_dtype",
         "AFTER",

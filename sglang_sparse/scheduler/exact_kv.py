@@ -142,6 +142,23 @@ def forget_exact_length(_: None, request: Req) -> None:
         state.kept, state.compacted = (0, 0), False
 
 
+def keep_windows(original: Callable[..., None], tree: RadixTree, request: Req, length: int, **kwargs: object) -> None:
+    """Around ``BasePrefixCache.evict_sliding_windows``: keep what rectification reads of a request in windowed layers.
+
+    SGLang frees what lies before the window of the newest token. A dense pass begins at the exact length, and reads the
+    window before that.
+    """
+    original(tree, request, kept_from(request, length), **kwargs)
+
+
+def kept_from(request: Req, length: int) -> int:
+    """Return the length before whose window a request of so many tokens needs no KV in windowed layers."""
+    state = state_of(request)
+    if state is None or state.shareable_len is None or not state.options.rectify_interval:
+        return length
+    return min(length, state.shareable_len)
+
+
 def abort_retracted(
     found: tuple[list[Req], float, list[Req]], batch: ScheduleBatch
 ) -> tuple[list[Req], float, list[Req]]:

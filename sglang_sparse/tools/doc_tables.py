@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_sparse.config.arguments import SPARSE_SELF
-from sglang_sparse.hooks import deterministic, limits, model_limits, refusals, state_models
+from sglang_sparse.hooks import deterministic, limits, model_limits, refusals, state_models, window_pools
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
-from sglang_sparse.methods.support import KINDS
+from sglang_sparse.methods.support import KINDS, FlagLimit
 from sglang_sparse.tools.support_matrix import (
     FLAGS,
     UNCALIBRATED,
@@ -192,41 +192,40 @@ def _mark(found: Answer) -> str:
 
 def _of_tables() -> Iterator[Refused]:
     asked = methods()
-    for limit in limits.FLAG_LIMITS:
-        yield limit.name, asked, limit.reason
-    for method in asked:
-        for limit in _decode_class(method).flag_limits:
-            yield limit.name, [method], limit.reason
-    for limit in limits.DISAGGREGATION_LIMITS:
-        own = [method for method in asked if method.name != "dsa"]
-        yield f"prefill-decode disaggregation with {limit.name}", own, limit.reason
-    for limit in limits.DECODE_LIMITS:
-        one_by_one = [method for method in asked if not (method.prefill or _decode_class(method).verifies)]
-        yield limit.name, one_by_one, limit.reason
-    for limit in limits.VERIFY_LIMITS:
-        verifying = [method for method in asked if not method.prefill and _decode_class(method).verifies]
-        yield limit.name, verifying, limit.reason
-    for limit in deterministic.DETERMINISTIC_LIMITS:
-        yield f"deterministic inference with {limit.name}", asked, limit.reason
-    for limit in state_models.STATE_LIMITS:
-        own = [method for method in asked if not method.prefill and method.name not in ("robsa", "dsa")]
-        yield f"a model with recurrent states with {limit.name}", own, limit.reason
-    for limit in limits.PREFILL_LIMITS:
-        # Some prefill methods come with the decode method of the same name.
-        refusing = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]
-        yield limit.name, refusing, limit.reason
-    for limit in limits.RECTIFY_LIMITS:
-        yield (
-            f"rectification with {limit.name}",
-            [method for method in asked if method.takes(UNRECTIFIED)],
-            limit.reason,
-        )
-    for limit in limits.COMPACT_LIMITS:
-        compacting = [method for method in asked if method.takes({"eviction": "compact"})]
-        yield f"compact eviction with {limit.name}", compacting, limit.reason
-    for limit in model_limits.MODEL_LIMITS:
-        refusing = [method for method in asked if refusals.excludes(limit, _decode_class(method))]
-        yield limit.name, refusing, limit.reason
+    decoding = [method for method in asked if not method.prefill]
+    plain = [method for method in asked if method.name not in ("robsa", "dsa")]
+    # Some prefill methods come with the decode method of the same name.
+    prefilling = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]
+    tables: tuple[tuple[str, Sequence[Method], Sequence[FlagLimit]], ...] = (
+        ("", asked, limits.FLAG_LIMITS),
+        *(("", [method], _decode_class(method).flag_limits) for method in asked),
+        (
+            "prefill-decode disaggregation with ",
+            [method for method in asked if method.name != "dsa"],
+            limits.DISAGGREGATION_LIMITS,
+        ),
+        ("", [method for method in decoding if not _decode_class(method).verifies], limits.DECODE_LIMITS),
+        ("", [method for method in decoding if _decode_class(method).verifies], limits.VERIFY_LIMITS),
+        ("deterministic inference with ", asked, deterministic.DETERMINISTIC_LIMITS),
+        (
+            "a model with recurrent states with ",
+            [method for method in plain if not method.prefill],
+            state_models.STATE_LIMITS,
+        ),
+        ("a model with a KV pool for its windows with ", plain, window_pools.WINDOW_POOL_LIMITS),
+        ("", prefilling, limits.PREFILL_LIMITS),
+        ("rectification with ", [method for method in asked if method.takes(UNRECTIFIED)], limits.RECTIFY_LIMITS),
+        (
+            "compact eviction with ",
+            [method for method in asked if method.takes({"eviction": "compact"})],
+            limits.COMPACT_LIMITS,
+        ),
+    )
+    for beginning, refusing, table_ in tables:
+        for limit in table_:
+            yield beginning + limit.name, refusing, limit.reason
+    for kind in model_limits.MODEL_LIMITS:
+        yield kind.name, [method for method in asked if refusals.excludes(kind, _decode_class(method))], kind.reason
 
 
 def _of_answers() -> Iterator[Refused]:

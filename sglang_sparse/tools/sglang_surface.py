@@ -25,6 +25,7 @@ from sglang_sparse.hooks.limits import (
 )
 from sglang_sparse.hooks.state_models import STATE_LIMITS
 from sglang_sparse.hooks.table import HOOKS
+from sglang_sparse.hooks.window_pools import WINDOW_POOL_LIMITS
 from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
 from sglang_sparse.methods.rocketkv import WINDOW_LIMITS
 
@@ -133,6 +134,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
         *INDEXER_LIMITS,
         *PREFILL_LIMITS,
         *STATE_LIMITS,
+        *WINDOW_POOL_LIMITS,
     )
     for limit in (*FLAG_LIMITS, *own):
         try:

@@ -18,7 +18,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import DRAFTERS
-from sglang_sparse.hooks import deterministic, limits, model_limits, state_models
+from sglang_sparse.hooks import deterministic, limits, model_limits, state_models, window_pools
 from sglang_sparse.methods import registry, rocketkv, support
 from sglang_sparse.methods.dsa import decode
 
@@ -27,7 +27,7 @@ LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
 # Those that no method serves, and those of one method, by their names.
 LIMITS = {
     name: found
-    for of in (limits, deterministic, state_models, decode, rocketkv)
+    for of in (limits, deterministic, state_models, window_pools, decode, rocketkv)
     for name, found in vars(of).items()
     if name.endswith("_LIMITS")
 }
@@ -277,6 +277,21 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("deterministic inference", "enable_deterministic_inference"),
         ),
     ),
+    "WINDOW_POOL_LIMITS": (
+        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
+        "--sparse-method resa on a model with a KV pool for its windows cannot run with ",
+        (
+            on("speculative decoding", "speculative_algorithm", "EAGLE"),
+            on("speculative decoding", "speculative_algorithm", "SPARSE_SELF"),
+            on("--disaggregation-mode", "disaggregation_mode", "decode"),
+            on("pipeline parallelism", "pp_size", 2),
+            Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
+            on("hierarchical cache", "enable_hierarchical_cache"),
+            on("streaming sessions", "enable_streaming_session"),
+            on("deterministic inference", "enable_deterministic_inference"),
+            Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA"),
+        ),
+    ),
     "INDEXER_LIMITS": (
         {"sparse_method": "dsa"},
         "--sparse-method dsa cannot run with ",
@@ -312,7 +327,6 @@ MODELS = {
     "multimodal model": ("multimodal",),
     "model that needs M-RoPE for text": ("positions_alone",),
     "hybrid SSM or linear-attention model": ("hybrid_ssm",),
-    "model with a separate KV pool for its windows": ("two_pools", "attention_sinks"),
     "model of windowed layers alone": ("windows_alone",),
     "model with dual chunk attention": ("dual_chunk",),
     "chunked local attention model": ("local_attention",),
@@ -368,7 +382,7 @@ def test_every_field_of_a_server_is_judged() -> None:
 )
 def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, beginning, _ = TABLES[table]
-    models = {"INDEXER_LIMITS": "own_sparse_attention", "STATE_LIMITS": "states"}
+    models = {"INDEXER_LIMITS": "own_sparse_attention", "STATE_LIMITS": "states", "WINDOW_POOL_LIMITS": "two_pools"}
     model = write_config(tmp_path, models.get(table, "qwen3"))
     if trigger.variable:
         monkeypatch.setenv(trigger.variable, trigger.value or "1")
@@ -384,3 +398,12 @@ def test_a_model_is_refused(limit: str, name: str, tmp_path: Path) -> None:
     with refused("--model-path", CONFIGS[name]["architectures"][0]) as caught:
         ServerArgs(model_path=write_config(tmp_path, name), sparse_method="resa")
     assert f"{limit}: {found.reason}" in str(caught.value)
+
+
+def test_a_prefix_without_its_windows_is_not_computed_again(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"sparse_method": "resa", "sparse_config": {"check_exactness": True}}
+    model = write_config(tmp_path, "two_pools")
+    with refused("check_exactness", True) as caught:
+        ServerArgs(model_path=model, **asked)
+    assert caught.value.allowed == "false" and "--disable-hybrid-swa-memory" in str(caught.value)
+    ServerArgs(model_path=model, **asked, disable_hybrid_swa_memory=True)

@@ -20,16 +20,13 @@ ROWS = 128  # query rows per kernel call: bounds the mask, and how much of it is
 
 
 def allow_windows() -> None:
-    """Let SGLang's lists of backends with windows and attention sinks have torch_native, for models with one KV pool.
-
-    Of a second pool for windows it would read the wrong slots.
-    """
+    """Let SGLang's lists of backends with windows and attention sinks have torch_native."""
     from sglang.srt.arg_groups import model_hook
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
 
     def backends(view: Any) -> tuple[str | None, ...]:
         found = attention_backends_of(view)
-        return ("triton", "triton") if view.disable_hybrid_swa_memory and set(found) == {"torch_native"} else found
+        return ("triton", "triton") if set(found) == {"torch_native"} else found
 
     # A hook would put it in the place of the function in all other modules, too.
     model_hook.attention_backends_of = backends
@@ -72,12 +69,12 @@ def extend(
     if extend_seq_lens is None:
         extend_seq_lens = torch.full_like(seq_lens, len(query) // len(seq_lens))
         extend_prefix_lens, seq_lens = seq_lens, seq_lens + extend_seq_lens
-    sinks = getattr(backend, "sinks", None)
+    sinks, table = getattr(backend, "sinks", None), _table(backend, req_to_token, options)
     ours = sinks is not None or options["sliding_window_size"] is None
     if ours and encoder_lens is None and options["causal"]:
-        caches = (k_cache, v_cache, req_to_token)
+        caches = (k_cache, v_cache, table)
         return _attend(query, output, *caches, req_pool_indices, seq_lens, extend_seq_lens, options, sinks)
-    cached = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
+    cached = (table, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
 
@@ -99,13 +96,21 @@ def decode(
     And with deterministic inference, where it must give what a prefill of the same token does.
     """
     ours = k_cache.shape[-1] != v_cache.shape[-1] or invariant.enabled()
-    sinks = getattr(backend, "sinks", None)
+    sinks, table = getattr(backend, "sinks", None), _table(backend, req_to_token, options)
     ours = sinks is not None or (ours and options["sliding_window_size"] is None)
     if ours and encoder_lens is None:
-        caches = (k_cache, v_cache, req_to_token)
+        caches = (k_cache, v_cache, table)
         return _attend(query, output, *caches, req_pool_indices, seq_lens, torch.ones_like(seq_lens), options, sinks)
-    cached = (req_to_token, req_pool_indices, seq_lens, encoder_lens)
+    cached = (table, req_pool_indices, seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
+
+
+def _table(backend: Any, req_to_token: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """The slots of requests in a layer; stock does not know that windowed layers may have a KV pool of their own."""
+    pool = backend.token_to_kv_pool
+    if options["sliding_window_size"] is None or not hasattr(pool, "translate_loc_from_full_to_swa"):
+        return req_to_token
+    return pool.translate_loc_from_full_to_swa(req_to_token)
 
 
 def _attend(

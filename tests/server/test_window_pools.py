@@ -1,0 +1,118 @@
+"""Models whose windowed layers have a KV pool of their own, which frees what lies before the windows."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import by_transformers, random_windowed
+from server_requests import (
+    RETRACT,
+    ask_all,
+    assert_agrees,
+    assert_nothing_leaked,
+    cold,
+    forced,
+    off,
+    prompts_that_part,
+    random_prompts,
+    sparse_state,
+    spent,
+)
+
+from launch.server import ServerProcess
+
+PAGE, WINDOW, INTERVAL = 16, 64, 16
+FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
+RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
+# SGLang frees a window's past every 128 tokens otherwise.
+AT_ONCE = {"SGLANG_SWA_EVICTION_INTERVAL": "1"}
+Likely = Callable[[list[int], list[int]], list[float]]
+
+
+@pytest.fixture(scope="module")
+def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_windowed(tmp_path_factory.mktemp("mellum"), "Mellum", WINDOW)
+
+
+@pytest.fixture(scope="module")
+def likely(mellum: Path) -> Likely:
+    return by_transformers(mellum, sliding_window=WINDOW)
+
+
+@pytest.fixture(scope="module")
+def server(serve, mellum: Path) -> Iterator[ServerProcess]:
+    with serve(mellum, *FLAGS, config=RESA, env=AT_ONCE) as server:
+        yield server
+
+
+@pytest.mark.parametrize("tokens", [90, 141, 200])
+def test_follow_ups_hit_generated_tokens_and_agree(server: ServerProcess, likely: Likely, tokens: int) -> None:
+    assert "Use sliding window memory pool" in server.log() and sparse_state(server)["config"]["layers"] == "2,5"
+    (prompt,), (output,) = random_prompts(tokens, [300], 1000), random_prompts(tokens + 1, [tokens], 1000)
+    assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
+    assert_nothing_leaked(server)
+
+
+def test_sinks_go_with_a_pool_for_windows(serve, tmp_path: Path) -> None:
+    """Gpt-oss as it is served by default."""
+    likely = by_transformers(random_windowed(tmp_path, "GptOss", WINDOW))
+    (prompt,), (output,) = random_prompts(1, [300], 1000), random_prompts(2, [141], 1000)
+    with serve(tmp_path, *FLAGS, "--moe-runner-backend", "triton", config=RESA, env=AT_ONCE) as server:
+        assert "Use sliding window memory pool" in server.log()
+        assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+def test_without_the_kept_windows_follow_ups_are_wrong(serve, tmp_path: Path, mellum: Path, likely: Likely) -> None:
+    """The control: rectification reads slots that SGLang has freed, or nothing behind the prompt is shared."""
+    (plugin := tmp_path / "forget-1.dist-info").mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: forget\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nforget = forget:register\n")
+    (tmp_path / "forget.py").write_text(
+        "def register():\n"
+        "    from sglang_sparse.scheduler import exact_kv\n"
+        "    exact_kv.kept_from = lambda request, length: length\n"
+    )
+
+    def agree(server: ServerProcess) -> None:
+        for tokens in (90, 141, 200):
+            (prompt,), (output,) = random_prompts(tokens, [300], 1000), random_prompts(tokens + 1, [tokens], 1000)
+            assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
+
+    environment = {**AT_ONCE, "PYTHONPATH": str(tmp_path)}
+    with serve(mellum, *FLAGS, config=RESA, env=environment) as server, pytest.raises(AssertionError):
+        agree(server)
+
+
+def test_requests_together_share_a_small_pool_of_windows(serve, mellum: Path, likely: Likely) -> None:
+    """Requests are retracted, windows in the prefix cache are evicted, and follow-ups agree all the same."""
+    flags = ("--max-total-tokens", "4096", "--swa-full-tokens-ratio", "0.15", "--max-running-requests", "6")
+    with serve(mellum, *FLAGS, *flags, config=RESA, env={**AT_ONCE, **RETRACT}) as server:
+        prompts = random_prompts(5, (150, 180, 210, 250, 290, 335), 1000)
+        before = sparse_state(server)
+        for tokens in (60, 120):
+            answers = ask_all(server, prompts, tokens)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                follow_up, last = [*prompt, *answer["output_ids"], 21, 22], answer["output_ids"][:10]
+                assert off(forced(server, follow_up, last, sparse=False), likely(follow_up, last)) < 1e-4
+        assert spent(server, before)["rectified_tokens"] > 0
+        assert_nothing_leaked(server)
+
+
+def test_prefill_runs_sparse_in_the_layers_of_full_attention(serve, mellum: Path, likely: Likely) -> None:
+    group = 128
+    prefill = {"block_size": 32, "step": group // 32, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 2 * group}
+    prompts = prompts_that_part(8, 4 * group, [(0, 100), (40, 129), (100, 300)])
+    with serve(mellum, *FLAGS, prefill=prefill, env=AT_ONCE) as server:
+        found = [answer["output_ids"] for answer in ask_all(server, prompts, at_once=1)]
+        state = sparse_state(server)["prefill"]
+        assert state["config"]["layers"] == "2,5" and 0 < state["pairs_attended"] < state["pairs_causal"]
+        again = ask_all(server, prompts, at_once=1)
+        assert [answer["output_ids"] for answer in again] == found == cold(server, prompts)
+        assert sum(answer["meta_info"]["cached_tokens"] for answer in again) > 3 * group
+        for options in ({"exact_prefix": True}, {"theta": 1e9}):
+            server.flush_cache()
+            answer = forced(server, prompts[2], prompts[1][:20], **options)
+            assert off(answer, likely(prompts[2], prompts[1][:20])) < 1e-4
+        assert_nothing_leaked(server)
