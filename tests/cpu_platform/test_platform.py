@@ -233,7 +233,7 @@ def test_attention_with_sinks(window: int | None) -> None:
     keys, values, sinks = torch.randn(700, 2, 32), torch.randn(700, 2, 32), torch.randn(4).bfloat16() + 3
     table, rows, lengths = torch.randperm(700)[:660].view(2, 330), torch.arange(2), torch.tensor([330, 210])
     options = {"scaling": 0.3, "enable_gqa": True, "is_cross_attn": False, "sliding_window_size": window}
-    query, backend = torch.randn(380, 4, 32), SimpleNamespace()
+    query, backend = torch.randn(380, 4, 32), SimpleNamespace(token_to_kv_pool=None)
     caches, extends = (keys, values, table, rows, lengths), torch.tensor([200, 180])
 
     def run(backend: Any, hook: Any, query: torch.Tensor, *more: Any, causal: bool) -> torch.Tensor:

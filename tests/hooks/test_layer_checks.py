@@ -199,3 +199,12 @@ def test_the_load_of_the_model_is_where_it_ends(draft: bool) -> None:
         return model_runner.hook_method(load, runner)
     with refused("layers", [1]):
         model_runner.hook_method(load, runner)
+
+
+def test_a_prefix_without_its_windows_is_not_computed_again(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"sparse_method": "resa", "sparse_config": {"check_exactness": True}}
+    model = write_config(tmp_path, "two_pools")
+    with refused("check_exactness", True) as caught:
+        ServerArgs(model_path=model, **asked)
+    assert caught.value.allowed == "false" and "--disable-hybrid-swa-memory" in str(caught.value)
+    ServerArgs(model_path=model, **asked, disable_hybrid_swa_memory=True)

@@ -398,12 +398,3 @@ def test_a_model_is_refused(limit: str, name: str, tmp_path: Path) -> None:
     with refused("--model-path", CONFIGS[name]["architectures"][0]) as caught:
         ServerArgs(model_path=write_config(tmp_path, name), sparse_method="resa")
     assert f"{limit}: {found.reason}" in str(caught.value)
-
-
-def test_a_prefix_without_its_windows_is_not_computed_again(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"sparse_method": "resa", "sparse_config": {"check_exactness": True}}
-    model = write_config(tmp_path, "two_pools")
-    with refused("check_exactness", True) as caught:
-        ServerArgs(model_path=model, **asked)
-    assert caught.value.allowed == "false" and "--disable-hybrid-swa-memory" in str(caught.value)
-    ServerArgs(model_path=model, **asked, disable_hybrid_swa_memory=True)

@@ -107,10 +107,9 @@ def decode(
 
 def _table(backend: Any, req_to_token: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """The slots of requests in a layer; stock does not know that windowed layers may have a KV pool of their own."""
-    pool = backend.token_to_kv_pool
-    if options["sliding_window_size"] is None or not hasattr(pool, "translate_loc_from_full_to_swa"):
+    if options["sliding_window_size"] is None or not hasattr(backend.token_to_kv_pool, "full_to_swa_index_mapping"):
         return req_to_token
-    return pool.translate_loc_from_full_to_swa(req_to_token)
+    return backend.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token)
 
 
 def _attend(
