@@ -24,6 +24,7 @@ from sglang_sparse.attention.batch import (
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import LATER_DRAFT, SPARSE
 from sglang_sparse.attention.decode import SINKS, DecodePath, require_known
+from sglang_sparse.attention.exact_states import make_copies
 from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_paths
@@ -148,6 +149,7 @@ class SparseAttentionBackend(DelegatingBackend):
                 parameters = runner.model.named_parameters()
                 self.prefill.warm_up(runner.dtype, next((of for name, of in parameters if name.endswith(SINKS)), None))
             logger.info("sglang_sparse: %s", self.prefill.describe(model.num_layers))
+        self.exact_states = make_copies(runner.req_to_token_pool, settings)
         self.keeps = make_paths(self.groups.methods, self._pools, runner, model)
         select_stats = torch.zeros(sum(count_sizes(self.groups.methods)), dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)

@@ -155,7 +155,9 @@ class DecodePath:
         k_scale, v_scale = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
         if isinstance(method, AttendsItself):
             scales = (layer.scaling, k_scale, v_scale)
-            return method.attend(view, layer.layer_id, query, keys, values, slots, *scales, sinks)
+            # Methods of others may not know sinks, which few models have.
+            more = {} if sinks is None else {"sinks": sinks}
+            return method.attend(view, layer.layer_id, query, keys, values, slots, *scales, **more)
         queries, asking, newest = view.queries, query, slots
         if queries > 1:
             # One selection for all, by the one token that is sure to stay: with others, wrong drafts would choose too.

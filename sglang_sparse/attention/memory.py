@@ -218,6 +218,7 @@ def allocator_counts(device: torch.device) -> dict[str, int] | None:
 
 # The attribute of the stock pool under which the wrapper finds the buffers: the pool's class stays SGLang's own.
 ATTRIBUTE = "sglang_sparse_pools"
+CHARGED = "sglang_sparse_aux_bytes"
 
 
 def compaction_bytes(method: PromptSelector, model: ModelShape) -> int:
@@ -296,13 +297,13 @@ def charge_aux_bytes(cell_size: int, configurator: object, kvc: KVCacheConfigura
 
 def note_aux_bytes(original: Callable[..., None], configurator: object, kvc: KVCacheConfigurator) -> None:
     """Around ``HybridSWAPoolConfigurator.__init__``: remember the buffers' share for `charge_full_pool`."""
-    setattr(configurator, ATTRIBUTE, charge_aux_bytes(0, configurator, kvc, 0))
+    setattr(configurator, CHARGED, charge_aux_bytes(0, configurator, kvc, 0))
     original(configurator, kvc)
 
 
 def charge_full_pool(cell_size: int, configurator: object) -> int:
     """After ``HybridSWAPoolConfigurator._full_cell_bytes``: add the buffers' share to a token of the full pool."""
-    return cell_size + getattr(configurator, ATTRIBUTE)
+    return cell_size + getattr(configurator, CHARGED)
 
 
 def charge_scratch(available: int, kvc: KVCacheConfigurator, *_: object, **__: object) -> int:

@@ -105,6 +105,11 @@ class Settings:
         config = self.decode.config
         return config if isinstance(config, RectifyConfig) else None
 
+    @property
+    def rectifies(self) -> bool:
+        """Whether requests are rectified that do not ask otherwise."""
+        return bool(self.rectify and self.rectify.rectify_interval)
+
 
 def of_role(settings: Settings, mode: str) -> Settings | None:
     """Return the methods of the phase that a server has, so that both servers of a pair may get the same flags.

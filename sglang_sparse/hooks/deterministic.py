@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks.asked import require_none
+from sglang_sparse.hooks.flag_predicates import require_none
 from sglang_sparse.methods.roles import prompt_selectors
 from sglang_sparse.methods.support import FlagLimit
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import CHAINS, DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF
-from sglang_sparse.hooks.asked import (
+from sglang_sparse.hooks.flag_predicates import (
     above_one,
-    attends_apart,
-    decodes_apart,
     drafter,
     drafting,
     environment,
     given,
+    is_decode_server,
     lossless,
     other_than,
+    uses_dp_attention,
     without_tree,
 )
 from sglang_sparse.methods.support import FlagLimit
@@ -77,7 +77,7 @@ FLAG_LIMITS = (
     FlagLimit("external cache linker", given("enable_unified_cache_external_linker"), _OTHER_WRITER),
     FlagLimit(
         "data-parallel attention with padded experts",
-        lambda args: args.moe_a2a_backend if attends_apart(args) and args.moe_a2a_backend in PADDED else None,
+        lambda args: args.moe_a2a_backend if uses_dp_attention(args) and args.moe_a2a_backend in PADDED else None,
         "SGLang turns decode steps into dense prefills where another rank prefills",
     ),
     FlagLimit(
@@ -100,7 +100,7 @@ FLAG_LIMITS = (
     FlagLimit("bounded replay of windows", given("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
     FlagLimit(
         "LoRA with --enable-dp-attention",
-        lambda args: attends_apart(args) and _LORA(args),
+        lambda args: uses_dp_attention(args) and _LORA(args),
         "not proven yet; leave one of them out",
     ),
     FlagLimit("diffusion LLM decoding", given("dllm_algorithm"), "tokens are not decoded one by one"),
@@ -129,11 +129,11 @@ DISAGGREGATION_LIMITS = (
         lambda args: args.speculative_algorithm,
         "drafts of a pair are not proven yet; leave it out",
     ),
-    FlagLimit("data-parallel attention", attends_apart, "not proven yet; leave out --enable-dp-attention"),
+    FlagLimit("data-parallel attention", uses_dp_attention, "not proven yet; leave out --enable-dp-attention"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "not proven yet; allowed: --pp-size 1"),
     FlagLimit(
         "hierarchical cache",
-        lambda args: (decodes_apart(args) and args.enable_hierarchical_cache) or None,
+        lambda args: (is_decode_server(args) and args.enable_hierarchical_cache) or None,
         "what comes back from host memory is not summarised there; leave out --enable-hierarchical-cache on the decode "
         "server",
     ),
@@ -149,7 +149,7 @@ DISAGGREGATION_LIMITS = (
 
 # Of servers whose kernels SGLang's own may replace, and do.
 BY_NATIVE = (
-    FlagLimit("data-parallel attention", attends_apart, _UNCOMPARED),
+    FlagLimit("data-parallel attention", uses_dp_attention, _UNCOMPARED),
     FlagLimit("pipeline parallelism", above_one("pp_size"), _UNCOMPARED),
     FlagLimit("hierarchical cache", given("enable_hierarchical_cache"), _UNCOMPARED),
 )
@@ -166,7 +166,7 @@ DECODE_LIMITS = (
 
 _DRAFTS_APART = FlagLimit(
     "drafts with data-parallel attention or pipeline parallelism",
-    lambda args: drafting(args) and (attends_apart(args) or above_one("pp_size")(args)),
+    lambda args: drafting(args) and (uses_dp_attention(args) or above_one("pp_size")(args)),
     "their passes on several ranks are not proven yet",
 )
 # Of servers with a decode method that does.
@@ -195,12 +195,12 @@ _NO_GATHER = ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_DISABLE_CONSECUTIVE_PR
 RECTIFY_LIMITS = (
     FlagLimit(
         "data-parallel attention whose ranks do not gather before a step",
-        lambda args: attends_apart(args) and environment(*_NO_GATHER)(args),
+        lambda args: uses_dp_attention(args) and environment(*_NO_GATHER)(args),
         "ranks rectify together; unset the variable",
     ),
     FlagLimit(
         "data-parallel attention with pipeline parallelism",
-        lambda args: attends_apart(args) and above_one("pp_size")(args),
+        lambda args: uses_dp_attention(args) and above_one("pp_size")(args),
         "not proven yet; allowed: --pp-size 1",
     ),
     FlagLimit("lossless decoding", lossless, "each of its verifications is a dense pass over all new tokens"),
@@ -222,7 +222,7 @@ _TREE_OF_A_PAIR = FlagLimit(
 FINISH_LIMITS = (
     _TREE_OF_A_PAIR,
     FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "nobody shares what it makes exact"),
-    FlagLimit("data-parallel attention", attends_apart, "its passes run behind a step, where ranks do not meet"),
+    FlagLimit("data-parallel attention", uses_dp_attention, "its passes run behind a step, where ranks do not meet"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "its passes run behind a step, where stages do not meet"),
 )
 
@@ -255,7 +255,7 @@ DRAFT_LIMITS = (
         ),
         f"allowed: {_DRAFTS}",
     ),
-    FlagLimit("data-parallel attention", attends_apart, "its ranks would have to draft and verify together"),
+    FlagLimit("data-parallel attention", uses_dp_attention, "its ranks would have to draft and verify together"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "its stages would have to draft and verify together"),
     FlagLimit("--speculative-eagle-topk", above_one("speculative_eagle_topk"), "drafts are chains; allowed: 1"),
     FlagLimit(
@@ -287,7 +287,7 @@ CHECK_LIMITS = (
         given("hicache_storage_backend"),
         "what storage puts into the prefix cache is not followed",
     ),
-    FlagLimit("data-parallel attention", attends_apart, "a rank cannot recompute without the others"),
+    FlagLimit("data-parallel attention", uses_dp_attention, "a rank cannot recompute without the others"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "a stage cannot recompute without the others"),
     FlagLimit(
         "--enable-lora-overlap-loading", given("enable_lora_overlap_loading"), "a check loads adapters; leave it out"
@@ -297,10 +297,10 @@ CHECK_LIMITS = (
 COMPACT_LIMITS = (
     FlagLimit(
         "--disaggregation-mode",
-        decodes_apart,
+        is_decode_server,
         "what a retracted request takes back is its whole prompt; allowed: null, prefill",
     ),
-    FlagLimit("data-parallel attention", attends_apart, "a step that SGLang makes dense would read freed pages"),
+    FlagLimit("data-parallel attention", uses_dp_attention, "a step that SGLang makes dense would read freed pages"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
     FlagLimit(
         "hierarchical cache",

@@ -28,7 +28,7 @@ class ModelLimit:
 
 
 # Those of models whose layers with recurrent states stay dense.
-WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
+WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def _unproven_states(model: ModelConfig) -> bool:
@@ -83,6 +83,8 @@ def windowed_layers(model: ModelConfig) -> frozenset[int]:
     A window without ``layer_types`` says nothing: SGLang ignores that of Mistral and Phi-3. What a loaded layer does is
     for ``layer_checks.require_layers``.
     """
+    if model.is_hybrid_swa:
+        return frozenset(model.swa_attention_layer_ids or ())
     kinds = getattr(model.hf_text_config, "layer_types", None) if model.sliding_window_size else None
     layers = zip(range(model.num_hidden_layers), kinds or (), strict=False)
     return frozenset(layer for layer, kind in layers if kind == "sliding_attention")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import SPARSE_SELF, deterministic, drafts_itself, verified_tokens
 from sglang_sparse.config.machine import Gpu, on_gpu
-from sglang_sparse.config.settings import Settings, prefill_chunk
+from sglang_sparse.config.settings import Settings, prefill_chunk, settings_of
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks import dsa_flags, kv_dtypes
-from sglang_sparse.hooks.asked import listed, refused_flags, require_none
+from sglang_sparse.hooks import dsa_flags, kv_dtypes, window_pools
+from sglang_sparse.hooks.flag_predicates import listed, refused_flags, require_none
 from sglang_sparse.hooks.layer_checks import fit_layers
 from sglang_sparse.hooks.limits import (
     BY_NATIVE,
@@ -29,8 +29,8 @@ from sglang_sparse.hooks.limits import (
     VERIFY_LIMITS,
     dense_backends,
 )
-from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit
-from sglang_sparse.hooks.state_models import WHERE, fit_states, limits_of, refuse_interval, refuse_prefill
+from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit, state_layers
+from sglang_sparse.hooks.state_models import WHERE, limits_of, refuse_prefill, refuse_states
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups
@@ -201,11 +201,17 @@ def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None
     """
     if not interval:
         return
-    refuse_interval(interval, model)
+    server = settings_of(args)
+    if state_layers(model) and not (server and server.rectifies):
+        hint = "it keeps no copies of recurrent states; start it with a rectify_interval"
+        raise SparseArgumentError(
+            field="rectify_interval", got=interval, allowed="0", where="on this server", hint=hint
+        )
     for limit, name in ((model.context_len, "context length"), (prefill_chunk(args), "chunked prefill size")):
         if limit is not None and 0 < limit < interval:
             allowed = f"at most the {name} of {limit}"
             raise SparseArgumentError(field="rectify_interval", got=interval, allowed=allowed)
+    window_pools.refuse_interval(interval, server, model)
     if found := refused_flags(args, RECTIFY_LIMITS):
         hint = f"it has {listed(found)}"
         raise SparseArgumentError(
@@ -343,7 +349,8 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     model = args.new_model_config()
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
     _require_fit(settings.flag, model, "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds))
-    settings = fit_states(fit_layers(settings, model), model)
+    settings = fit_layers(settings, model)
+    refuse_states(settings, model)
     require_none(args, limits_of(model), f"{settings.flag} {WHERE} cannot run with")
     weightless = stand_in or args.load_format == "dummy"
     _require_fit(settings.flag, model, settings.decode.refuse(model))

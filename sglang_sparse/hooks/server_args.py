@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import A, Arg
@@ -55,7 +55,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         # Before the configs below name every field, so that only the user's own fields cause warnings.
         of_prefill = settings.prefill.warnings() if settings.prefill else ()
         settings = judge_flags(args, settings)
-        _publish_config(args, settings, LEFT_TO_THE_MODEL)
+        _publish_config(args, settings)
         if args.sparse_prefill_method:
             _publish_prefill_config(args, settings)
         if not settings.passes_through:
@@ -124,16 +124,9 @@ def add_fields() -> None:
         engine.Engine.server_args_class = SparseServerArgs
 
 
-# Fields that a model may decide where the user has left them open, see ``state_models.fit_states``.
-LEFT_TO_THE_MODEL = ("rectify_interval",)
-
-
-def _publish_config(server_args: Arguments, settings: Settings, left: Sequence[str] = ()) -> None:
-    """Replace the user's config by the fields in full, but for those of ``left`` that the user has not given."""
+def _publish_config(server_args: Arguments, settings: Settings) -> None:
     if settings.name:
-        given = {field for config in settings.decode.configs for field in config.model_fields_set}
-        fields = {name: value for name, value in settings.resolved.items() if name in given or name not in left}
-        server_args.sparse_config = json.dumps(fields)
+        server_args.sparse_config = json.dumps(settings.resolved)
 
 
 def _publish_prefill_config(server_args: Arguments, settings: Settings) -> None:
@@ -213,8 +206,7 @@ def keep_prefill_graphs(original: Callable[[object], None], record: object) -> N
     """
     args = arguments.of(record)
     settings = settings_of(args)
-    config = settings.rectify if settings else None
-    if args.disaggregation_mode != "decode" or config is None or not config.rectify_interval:
+    if args.disaggregation_mode != "decode" or settings is None or not settings.rectifies:
         original(record)
 
 

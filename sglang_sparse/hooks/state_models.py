@@ -1,20 +1,19 @@
-"""Models with a recurrent state instead of KV in most layers: what they refuse, and that they never rectify.
+"""Models with a recurrent state instead of KV in most layers: what they refuse.
 
-A sparse step leaves approximate KV and an approximate state, which the next step overwrites. So only prompts are
-shared: SGLang's strategy ``extra_buffer`` stores the states at their ends, and ``scheduler/exact_kv.py`` keeps out
-those that come after a sparse step. To encode tokens again would take the state before them, which is gone.
+A sparse step leaves approximate KV and an approximate state, which the next step overwrites. Rectification goes on from
+copies, see ``attention/exact_states.py``. SGLang's strategy ``extra_buffer`` stores states for the prefix cache at
+multiples of a number of tokens: rows that rectify do so there, and ``scheduler/exact_kv.py`` keeps out what other rows
+store behind a sparse step.
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.asked import above_one, attends_apart, given
+from sglang_sparse.hooks.flag_predicates import above_one, given, uses_dp_attention
 from sglang_sparse.hooks.model_limits import state_layers
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.groups import PrefillGroups
@@ -23,10 +22,7 @@ from sglang_sparse.methods.support import FlagLimit
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
 
-logger = logging.getLogger(__name__)
-
 WHERE = "on a model with recurrent states"
-_GONE = "the state before the tokens that would be encoded again is gone"
 
 
 def _strategy(args: Arguments) -> object | None:
@@ -77,7 +73,7 @@ STATE_LIMITS = (
         given("enable_hierarchical_cache"),
         "states in host memory are not proven yet; leave out --enable-hierarchical-cache",
     ),
-    FlagLimit("data-parallel attention", attends_apart, "not proven yet; leave out --enable-dp-attention"),
+    FlagLimit("data-parallel attention", uses_dp_attention, "not proven yet; leave out --enable-dp-attention"),
     FlagLimit(
         "mixed chunk",
         given("enable_mixed_chunk"),
@@ -108,42 +104,23 @@ def refuse_prefill(prefill: PrefillGroups, model: ModelConfig) -> str | None:
     return prefill.refuse(model)
 
 
-def refuse_interval(interval: int, model: ModelConfig) -> None:
-    """Refuse to rectify a model with states.
-
-    Raises:
-        SparseArgumentError: names the field, what was got, and what to type.
-    """
-    if interval and state_layers(model):
-        raise SparseArgumentError(field="rectify_interval", got=interval, allowed="0", where=WHERE, hint=_GONE)
-
-
-def fit_states(settings: Settings, model: ModelConfig) -> Settings:
-    """Switch off rectification for a model with states, unless it was asked for.
+def refuse_states(settings: Settings, model: ModelConfig) -> None:
+    """Refuse what would need the states at places where none are.
 
     Args:
-        settings: the server's methods; not changed. Fields that the user has left open are not set in their configs.
+        settings: the server's methods.
         model: SGLang's ``ModelConfig``.
 
     Raises:
-        SparseArgumentError: the config asks for rectification, or for a proof that needs the states of all nodes.
+        SparseArgumentError: the config asks for it.
     """
     if not state_layers(model):
-        return settings
-    configs = []
+        return
     with within(f"--sparse-config of {settings.name}"):
-        for asked in settings.decode.configs:
-            config = asked
+        for config in settings.decode.configs:
             if config.check_exactness:
                 hint = "a node of the prefix cache without a state cannot be computed again"
                 raise SparseArgumentError(field="check_exactness", got=True, allowed="false", where=WHERE, hint=hint)
-            if isinstance(config, RectifyConfig):
-                if "rectify_interval" in config.model_fields_set:
-                    refuse_interval(config.rectify_interval, model)
-                if config.rectify_on_finish:
-                    field = "rectify_on_finish"
-                    raise SparseArgumentError(field=field, got=True, allowed="false", where=WHERE, hint=_GONE)
-                config = config.model_copy(update={"rectify_interval": 0})
-            configs.append(config)
-    logger.info("sglang_sparse: rectify_interval is 0 %s, and only prompts are shared: %s", WHERE, _GONE)
-    return replace(settings, decode=settings.decode.with_configs(configs))
+            if isinstance(config, RectifyConfig) and config.rectify_on_finish:
+                hint = "an answer is shared up to its last stored state, which is exact anyway"
+                raise SparseArgumentError(field="rectify_on_finish", got=True, allowed="false", where=WHERE, hint=hint)

@@ -52,6 +52,13 @@ HOOKS = (
         "count the page summaries in the pool of the layers of full attention",
     ),
     Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        "self, total_rest_memory",
+        "AFTER",
+        "attention.exact_states:charge_copies",
+        "keep memory for copies of recurrent states, from which rectification goes on",
+    ),
+    Hook(
         "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows",
         "self, req, pre_len, *, eviction_interval=1",
         "AROUND",

@@ -11,29 +11,50 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks.asked import above_one, attends_apart, environment, given, require_none
+from sglang_sparse.hooks.flag_predicates import above_one, environment, given, require_none, uses_dp_attention
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.arguments import Arguments, ModelConfig
     from sglang_sparse.config.settings import Settings
 
 WHERE = "on a model with a KV pool for its windows"
 _ONE_POOL = "--disable-hybrid-swa-memory"
-_UNPROVEN = f"not proven yet; leave it out, or add {_ONE_POOL}"
 
 WINDOW_POOL_LIMITS = (
-    FlagLimit("speculative decoding", given("speculative_algorithm"), _UNPROVEN),
+    FlagLimit(
+        "speculative decoding",
+        given("speculative_algorithm"),
+        f"not proven yet; leave out --speculative-algorithm, or add {_ONE_POOL}",
+    ),
     FlagLimit(
         "--disaggregation-mode",
         lambda args: None if (mode := args.disaggregation_mode) == "null" else mode,
         f"windows that another server sends are not proven yet; allowed: null, or {_ONE_POOL}",
     ),
-    FlagLimit("pipeline parallelism", above_one("pp_size"), _UNPROVEN),
-    FlagLimit("data-parallel attention", attends_apart, _UNPROVEN),
-    FlagLimit("hierarchical cache", given("enable_hierarchical_cache"), _UNPROVEN),
-    FlagLimit("streaming sessions", given("enable_streaming_session"), _UNPROVEN),
-    FlagLimit("deterministic inference", lambda args: deterministic(args) or None, _UNPROVEN),
+    FlagLimit(
+        "pipeline parallelism", above_one("pp_size"), f"not proven yet; allowed: --pp-size 1, or add {_ONE_POOL}"
+    ),
+    FlagLimit(
+        "data-parallel attention",
+        uses_dp_attention,
+        f"not proven yet; leave out --enable-dp-attention, or add {_ONE_POOL}",
+    ),
+    FlagLimit(
+        "hierarchical cache",
+        given("enable_hierarchical_cache"),
+        f"windows in host memory are not proven yet; leave out --enable-hierarchical-cache, or add {_ONE_POOL}",
+    ),
+    FlagLimit(
+        "streaming sessions",
+        given("enable_streaming_session"),
+        f"not proven yet; leave out --enable-streaming-session, or add {_ONE_POOL}",
+    ),
+    FlagLimit(
+        "deterministic inference",
+        lambda args: deterministic(args) or None,
+        f"not proven yet; leave out --enable-deterministic-inference, or add {_ONE_POOL}",
+    ),
     FlagLimit(
         "early release of windows",
         environment("SGLANG_OPT_RELEASE_PREFILL_SWA"),
@@ -59,3 +80,27 @@ def require(args: Arguments, settings: Settings) -> None:
     if any(config.check_exactness for config in configs):
         hint = f"a prefix without its windows cannot be computed again; or add {_ONE_POOL}"
         raise SparseArgumentError(field="check_exactness", got=True, allowed="false", where=WHERE, hint=hint)
+
+
+def refuse_interval(interval: int, settings: Settings | None, model: ModelConfig) -> None:
+    """Refuse an interval for which a request would keep much more of its windows than the server was planned for.
+
+    Args:
+        interval: tokens between rectifications, above 0.
+        settings: the server's methods.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        SparseArgumentError: it is longer than the server's own, and than the tokens that SGLang keeps anyway.
+    """
+    if not model.is_hybrid_swa:
+        return
+    from sglang.srt.environ import envs
+
+    own = settings.rectify.rectify_interval if settings and settings.rectify else 0
+    most = max(own, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+    if interval > most:
+        hint = f"so much is kept of the windows; start the server with a longer interval, or with {_ONE_POOL}"
+        raise SparseArgumentError(
+            field="rectify_interval", got=interval, allowed=f"at most {most}", where="on this server", hint=hint
+        )

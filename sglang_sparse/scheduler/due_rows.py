@@ -28,7 +28,8 @@ def due_rows(
     """
     rows = [row for row, count in enumerate(pending) if intervals[row] and count > 1]
     load = sum(1 / interval for interval in intervals if interval)
-    batch = max(max_batch, math.ceil(load))
+    # Nine ninths are a little more than 1 in binary.
+    batch = max(max_batch, math.ceil(load - 1e-9))
     left = {row: intervals[row] - pending[row] for row in rows}
     rows.sort(key=lambda row: (left[row], row))
     if not anyway and all(left[row] > rank // batch for rank, row in enumerate(rows)):

@@ -68,6 +68,10 @@ def begin_pass(
     if backend.decodes(mode):
         _begin_decode(backend, forward_batch, batch, states)
     elif mode.is_extend_without_speculative():
+        if backend.exact_states and getattr(batch, DENSE_PASS, False):
+            # The states of the others are exact: their newest token alone is not forwarded yet.
+            spans = zip(batch.reqs, batch.extend_lens, strict=True)
+            backend.exact_states.restore([request for request, tokens in spans if tokens > 1])
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
             # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
             # batch may have an approximate tail. A window that is encoded again may end before the exact length.
@@ -85,6 +89,14 @@ def _begin_decode(
     plan = _plan(backend, batch, states)
     setattr(forward_batch, PLAN, plan)
     lengths, covered = batch.seq_lens_cpu.tolist(), plan.covered.tolist()
+    if backend.exact_states:
+        rows = zip(batch.reqs, states, lengths, covered, strict=True)
+        leaving = [
+            request
+            for request, state, length, dense in rows
+            if not dense and state.shareable_len == length - 1 and state.options.rectify_interval
+        ]
+        backend.exact_states.save(leaving)
     exact = all(method.exact for method in backend.groups.methods)
     if not backend.verified:
         for state, length, dense in zip(states, lengths, covered, strict=True):
@@ -231,8 +243,7 @@ def exact_checkpoint(
 ) -> tuple[int, int] | None:
     """Around ``MambaComponent._select_finished_checkpoint``: nothing is shared behind an approximate state.
 
-    SGLang would offer the state that was stored before it. A step that is under way may be writing to its slot, which
-    cannot happen where all states are exact.
+    SGLang falls back to the state that was stored before it. The step in flight may be overwriting that one's slot.
 
     Args:
         original: SGLang's method.

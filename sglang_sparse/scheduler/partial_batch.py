@@ -193,7 +193,10 @@ def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> ScheduleBatch:
     host = torch.tensor(rows, dtype=torch.int64)
     device = to_device(rows, torch.int64, batch.seq_lens.device)
     view.seq_lens_cpu = batch.seq_lens_cpu[host]
-    for name in ("seq_lens", "orig_seq_lens", "req_pool_indices", "out_cache_loc", "input_ids"):
+    names = ["seq_lens", "orig_seq_lens", "req_pool_indices", "out_cache_loc", "input_ids"]
+    # Where rows store recurrent states for the prefix cache, and whether.
+    names += ["mamba_track_indices", "mamba_track_mask"] if batch.mamba_track_mask_cpu is not None else []
+    for name in names:
         setattr(view, name, getattr(batch, name)[device])
     return view
 
@@ -213,6 +216,7 @@ def rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
     view.req_pool_indices_cpu = None
     view.multimodal_inputs = None
     view.spec_info = None
+    view.mamba_track_indices = view.mamba_track_mask = None
     # Left over from the prefill that this batch once was.
     view.input_embeds = view.replace_embeds = view.replace_positions = None
     return view

@@ -99,6 +99,9 @@ def plan_step(
         return None
     alone, most = settings.decode.deterministic, (settings.rectify.rectify_max_batch, max_tokens)
     due = ripe_rows(pending, intervals) if alone else due_rows(pending, intervals, *most)
+    # SGLang stores the states of these rows for the prefix cache in this step, where exact ones alone may be.
+    stored = [row for row, here in enumerate(batch.mamba_track_mask_cpu or ()) if here and intervals[row]]
+    due = sorted({*due, *stored})
     urgent = bool(due)
     if shared and not due:
         due = due_rows(pending, intervals, *most, anyway=True)
@@ -106,7 +109,7 @@ def plan_step(
         return None
     spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
     late = [max(0, pending[row] - intervals[row]) for row in due]
-    if alone:
+    if alone or stored:
         ends = accumulate((len(group) for group in grouped(spans, len(due), max_tokens)), initial=0)
         parts = [list(range(first, last)) for first, last in pairwise(ends)]
     elif divide:
@@ -187,6 +190,8 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
         tokens = len(view.input_ids)
         ran = run(view, **({"pp_proxy_tensors": handed[first : first + tokens]} if handed else {}))
         first += tokens
+        if view.forward_mode.is_extend() and backend.exact_states:
+            backend.exact_states.store(step.outer_batch, rows)
         if view.forward_mode.is_extend() and view.seq_lens.is_cuda and not (ran.can_run_graph or graphless):
             _warn_eager()
         outputs.add(rows, tokens, ran)

@@ -1,4 +1,4 @@
-"""Models with recurrent states run sparse where they attend, rectify nothing, and share prompts alone."""
+"""Models with recurrent states run sparse where they attend; what needs their states elsewhere is refused."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,7 @@ from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import of
 from sglang_sparse.hooks.model_limits import state_layers
+from sglang_sparse.hooks.refusals import require_interval
 
 SKIP = {"threshold_scale_factor": {"prefill": 300, "decode": 25}}
 
@@ -43,22 +44,18 @@ def test_layers_without_kv_are_those_that_the_config_says(tmp_path: Path) -> Non
         ("resa", {"layers": {"1": {}, "3": {"method": "rocketkv"}}, "rectify_interval": 0}, ["1", "3"]),
     ],
 )
-def test_only_the_layers_that_attend_run_sparse_and_nothing_rectifies(
-    method: str, config: dict[str, Any], layers: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_only_the_layers_that_attend_run_sparse(
+    method: str, config: dict[str, Any], layers: object, tmp_path: Path
 ) -> None:
-    with caplog.at_level("INFO"):
-        args = start(tmp_path, method, config)
+    args = start(tmp_path, method, config)
     found = json.loads(args.sparse_config)
-    assert found["rectify_interval"] == 0 and args.sparse_prefill_method is None
+    assert args.sparse_prefill_method is None
     assert (list(found["layers"]) if isinstance(layers, list) else found["layers"]) == layers
-    assert "rectify_interval is 0 on a model with recurrent states" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        ({"rectify_interval": 8}, "rectify_interval"),
-        ({"rectify_interval": 32, "layers": {"1": {}, "3": "dense"}}, "rectify_interval"),
         ({"rectify_on_finish": True}, "rectify_on_finish"),
         ({"check_exactness": True}, "check_exactness"),
     ],
@@ -66,7 +63,16 @@ def test_only_the_layers_that_attend_run_sparse_and_nothing_rectifies(
 def test_what_needs_the_states_of_the_past_is_refused(config: dict[str, Any], field: str, tmp_path: Path) -> None:
     with refused(field, config[field]) as caught:
         start(tmp_path, config=config)
-    assert caught.value.allowed in ("0", "false")
+    assert caught.value.allowed == "false"
+
+
+def test_a_request_is_not_rectified_without_copies(tmp_path: Path) -> None:
+    args = start(tmp_path, config={"rectify_interval": 0})
+    with refused("rectify_interval", 16) as caught:
+        require_interval(16, args, args.get_model_config())
+    assert "it keeps no copies of recurrent states" in str(caught.value)
+    args = start(tmp_path)
+    require_interval(16, args, args.get_model_config())
 
 
 def test_a_layer_with_a_state_is_refused_by_its_number(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def follow(
         groups=settings.decode,
         counters=SimpleNamespace(rectify=RectifyCounts()),
         rectifying=None,
+        exact_states=None,
         prefill=None,
         keeps=(),
         verified=verified,

@@ -224,7 +224,7 @@ def test_rows_that_are_due_alone_share_passes_of_a_chunk(deterministic: bool) ->
     options = SimpleNamespace(rectify_interval=32)
     states = [SimpleNamespace(shareable_len=start, options=options) for start in exact]
     requests: Any = [SimpleNamespace(**{ATTRIBUTE: state}) for state in states]
-    batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests)
+    batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests, mamba_track_mask_cpu=None)
     served = build("resa", {"rectify_max_batch": 1})
     served.decode.deterministic = deterministic
     step = rectification.plan_step(served, batch, 64)

@@ -1,4 +1,4 @@
-"""Models whose other layers have recurrent states, which share prompts alone: tiny ones against transformers."""
+"""Models whose other layers have recurrent states: tiny ones against transformers."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +24,11 @@ from launch.server import ServerProcess
 # A state is stored at multiples of 64 tokens: of a prompt the last one, and of an answer those behind.
 PAGE, GRID = 16, 64
 FLAGS = ("--chunked-prefill-size", "256", "--mamba-track-interval", str(GRID))
-RESA = {"active_ratio": 0.1, "min_pages": 2, "dense_fallback": "never"}
+INTERVAL = 24
+RECTIFIED = {"active_ratio": 0.1, "min_pages": 2, "dense_fallback": "never", "rectify_interval": INTERVAL}
+RESA = {**RECTIFIED, "rectify_interval": 0}
 # Rows run sparse from 350 tokens on: some states of an answer are exact, and the later ones are not.
-LATER = {"active_ratio": 0.1, "min_pages": 2, "min_seq_len": 350, "crossover_tokens": 0}
+LATER = {"active_ratio": 0.1, "min_pages": 2, "min_seq_len": 350, "crossover_tokens": 0, "rectify_interval": 0}
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule", "--page-size", "1")
 Likely = Callable[[list[int], list[int]], list[float]]
 
@@ -48,34 +50,39 @@ def server(serve, model: Path) -> Iterator[ServerProcess]:
         assert_nothing_leaked(server)
 
 
+def spoilt(folder: Path, *lines: str) -> dict[str, str]:
+    """The environment of a server in which these lines take something of this package away."""
+    body = "".join(f"    {line}\n" for line in lines)
+    (folder / "spoilt.py").write_text(
+        "from sglang_sparse.attention import exact_states\n"
+        "from sglang_sparse.hooks import state_models\n"
+        f"from sglang_sparse.scheduler import exact_kv\ndef register():\n{body}"
+    )
+    (about := folder / "spoilt-0.1.dist-info").mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: spoilt\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nspoilt = spoilt:register\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 @pytest.fixture
 def careless(tmp_path: Path) -> dict[str, str]:
-    """The environment of a server that shares the states which this package keeps to their requests."""
-    (tmp_path / "careless.py").write_text(
-        "from sglang_sparse.hooks import state_models\n"
-        "from sglang_sparse.scheduler import exact_kv\n"
-        "def register():\n"
-        "    state_models.STATE_LIMITS = ()\n"
-        "    exact_kv.exact_checkpoint = lambda original, tree, *of: original(tree, *of)\n"
-    )
-    (about := tmp_path / "careless-0.1.dist-info").mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: careless\nVersion: 0.1\n")
-    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\ncareless = careless:register\n")
-    return {"PYTHONPATH": str(tmp_path)}
+    """A server that shares the states which this package keeps to their requests."""
+    keep = "exact_kv.exact_checkpoint = lambda original, tree, *of: original(tree, *of)"
+    return spoilt(tmp_path, "state_models.STATE_LIMITS = ()", keep)
 
 
 def test_the_layers_that_attend_run_sparse(server: ServerProcess) -> None:
     state = sparse_state(server)
     assert state["sparse_layers"] == 1 and state["config"]["layers"] == "3"
-    assert state["config"]["rectify_interval"] == 0
-    assert "rectify_interval is 0 on a model with recurrent states" in server.log()
     # Two means of 32 bfloat16 elements for 16 tokens of each of 2 KV heads, in a layer of four.
     assert "aux memory 16 bytes per token" in server.log()
     before = sparse_state(server)
     forced(server, *random_prompts(1, (300, 20), 1000))
     used = spent(server, before)
     assert used["sparse_layer_rows"] == used["decode_rows"] > 0
-    assert_refused(server, {"rectify_interval": 16}, "rectify_interval: got 16, allowed on a model with recurrent")
+    assert_refused(
+        server, {"rectify_interval": 16}, "rectify_interval: got 16, allowed on this server: 0; it keeps no copies"
+    )
 
 
 @pytest.mark.parametrize("options", [{"sparse": False}, {"active_ratio": 1.0}], ids=["dense", "all"])
@@ -128,9 +135,42 @@ def test_follow_ups_hit_prompts_alone_and_agree(
         assert_abort_leaks_nothing(server, input_ids=random_prompts(8, [200], 1000)[0])
 
 
-def test_qwen3_5_for_text_agrees_with_transformers(serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("env", [{}, RETRACT], ids=["plain", "retracted"])
+def test_rectified_answers_are_shared_up_to_their_last_state(
+    serve, model: Path, likely: Likely, env: dict[str, str]
+) -> None:
+    """Six rows at once: a state is stored in the step that rectifies its row, at each multiple of 64 tokens."""
+    lengths, tokens = (128, 150, 256, 290, 335, 410), (64, 141, 90, 94, 200, 38)
+    with serve(model, *FLAGS, config=RECTIFIED, env=env) as server:
+        before = sparse_state(server)
+        hits = assert_prompts_are_shared(server, likely, lengths, tokens)
+        assert spent(server, before)["rectified_tokens"] > 0
+        for length, answer, hit in zip(lengths, tokens, hits, strict=True):
+            # The last token of an answer is not computed.
+            end = (length + answer - 1) // GRID * GRID
+            assert hit >= (end if end > length else GRID), hits
+        assert_abort_leaks_nothing(server, input_ids=random_prompts(8, [200], 1000)[0])
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("taken", ["restore", "store", "save"])
+def test_without_a_copy_follow_ups_are_wrong(serve, tmp_path: Path, model: Path, likely: Likely, taken: str) -> None:
+    """The control: rectification that goes on from other states, or stores none."""
+    environment = spoilt(tmp_path, f"exact_states.ExactStates.{taken} = lambda *_: None")
+    with serve(model, *FLAGS, config=RECTIFIED, env=environment) as server:
+        differences = []
+        for count in (90, 141, 200):
+            prompt, tokens, last = random_prompts(count, (290, count, 20), 1000)
+            forced(server, prompt, tokens)
+            follow_up = [*prompt, *tokens, *range(20, 29)]
+            differences.append(off(forced(server, follow_up, last, sparse=False), likely(follow_up, last)))
+        assert max(differences) > 1e-3, differences
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+def test_qwen3_5_for_text_agrees_with_transformers(serve, tmp_path: Path, family: str) -> None:
     """Its text requests have positions in three rows, all the same."""
-    likely = by_transformers(random_hybrid(tmp_path, "Qwen3_5"))
+    likely = by_transformers(random_hybrid(tmp_path, family))
     prompt, tokens = random_prompts(1, (300, 90), 1000)
     with serve(tmp_path, *FLAGS, config=RESA, env=RETRACT) as server:
         for options in ({"sparse": False}, {"active_ratio": 1.0}):

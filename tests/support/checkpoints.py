@@ -130,7 +130,8 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: 
 
     Args:
         path: its folder.
-        family: "Qwen3Next", with experts, or "Qwen3_5", whose rotary positions are those of images and text.
+        family: "Qwen3Next", with experts; "Qwen3_5" and "Qwen3_5Moe", whose rotary positions are those of images and
+            text.
         layers: how many.
         seed: of the weights.
         **config: fields of its config.
@@ -142,9 +143,9 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: 
     own: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
     own |= {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
     own |= {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
-    if family == "Qwen3Next":
+    if family != "Qwen3_5":
         own |= {**_EXPERTS, "shared_expert_intermediate_size": 128}
-    else:
+    if family != "Qwen3Next":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
         own["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")

@@ -91,6 +91,7 @@ class Rows:
             method=method,
             counters=counters,
             verified=0,
+            exact_states=None,
         )
 
 

@@ -51,19 +51,19 @@ def drafting(args: Arguments) -> str | None:
     return drafter(args, served=True)
 
 
-def attends_apart(args: Arguments) -> object | None:
+def uses_dp_attention(args: Arguments) -> object | None:
     """Return what asks for data-parallel attention, by its new flag or its old one."""
     return args.enable_dp_attention or above_one("attn_dp_size")(args)
 
 
-def decodes_apart(args: Arguments) -> str | None:
+def is_decode_server(args: Arguments) -> str | None:
     """The mode of a disaggregated pair's decode server."""
     return mode if (mode := args.disaggregation_mode) == "decode" else None
 
 
 def without_tree(args: Arguments) -> str | None:
     """A decode server without the flag that keeps its prefix cache."""
-    return None if args.disaggregation_decode_enable_radix_cache else decodes_apart(args)
+    return None if args.disaggregation_decode_enable_radix_cache else is_decode_server(args)
 
 
 def environment(*names: str) -> Judge:
