@@ -8,26 +8,28 @@ these, and copied back before the pass. No paper has this; ReSA's models have KV
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from sglang_sparse.config.settings import Settings, hooked_settings_of
-from sglang_sparse.scheduler.request_fields import pool_row
 from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
-    from sglang_sparse.attention.protocols import Req, ScheduleBatch
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    from sglang_sparse.attention.protocols import ScheduleBatch
 
 
 class ExactStates:
     """A copy of the states of each request that may run.
 
     Args:
-        pool: SGLang's ``HybridReqToTokenPool``, whose rows index the copies.
+        pool: SGLang's, whose rows index the copies.
     """
 
-    def __init__(self, pool: Any):
+    def __init__(self, pool: HybridReqToTokenPool):
         self._pool = pool
         states = pool.mamba_pool.mamba_cache
         # [layers, slots, ...] each.
@@ -36,44 +38,41 @@ class ExactStates:
             for state in (*states.conv, states.temporal)
         ]
 
-    def save(self, requests: Sequence[Req]) -> None:
-        """Copy the states of requests, which are those after their exact tokens."""
-        if not requests:
-            return
-        rows, slots = self._places(requests)
-        for state, copy in self._copies:
-            copy[:, rows] = state[:, slots]
+    def save(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
+        """Copy the states of some rows of a batch, which are those after their exact tokens."""
+        if rows:
+            requests, slots = self._places(batch, rows)
+            for state, copy in self._copies:
+                copy[:, requests] = state[:, slots]
 
-    def restore(self, requests: Sequence[Req]) -> None:
-        """Put the copies in the place of the requests' states."""
-        if not requests:
-            return
-        rows, slots = self._places(requests)
-        for state, copy in self._copies:
-            state[:, slots] = copy[:, rows]
+    def restore(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
+        """Put the copies in the place of the states of some rows."""
+        if rows:
+            requests, slots = self._places(batch, rows)
+            for state, copy in self._copies:
+                state[:, slots] = copy[:, requests]
 
     def store(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
         """Store the states of rows of a decode batch for the prefix cache, where SGLang would: it believes so."""
         rows = [row for row in rows if batch.mamba_track_mask_cpu[row]] if batch.mamba_track_mask_cpu else []
         if rows:
-            _, slots = self._places([batch.reqs[row] for row in rows])
-            self._pool.mamba_pool.copy_from(
-                slots, batch.mamba_track_indices[to_device(rows, torch.int64, slots.device)]
-            )
+            _, slots = self._places(batch, rows)
+            stored = batch.mamba_track_indices[to_device(rows, torch.int64, slots.device)]
+            self._pool.mamba_pool.copy_from(slots, stored)
 
-    def _places(self, requests: Sequence[Req]) -> tuple[torch.Tensor, torch.Tensor]:
-        mapping = self._pool.req_index_to_mamba_index_mapping
-        of_requests = [row for request in requests if (row := pool_row(request)) is not None]
-        rows = to_device(of_requests, torch.int64, mapping.device)
-        return rows, mapping[rows].to(torch.int64)
+    def _places(self, batch: ScheduleBatch, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of the request pool, and the slots of the states, ``[rows]`` int64 each."""
+        requests = batch.req_pool_indices[to_device(rows, torch.int64, batch.req_pool_indices.device)].to(torch.int64)
+        return requests, self._pool.req_index_to_mamba_index_mapping[requests].to(torch.int64)
 
 
 def make_copies(pool: object, settings: Settings) -> ExactStates | None:
     """Return the copies of a server that rectifies a model with recurrent states; None for others."""
-    return ExactStates(pool) if hasattr(pool, "mamba_pool") and settings.rectifies else None
+    states = hasattr(pool, "mamba_pool") and settings.rectifies
+    return ExactStates(cast("HybridReqToTokenPool", pool)) if states else None
 
 
-def charge_copies(rest: float, configurator: Any, *_: object) -> float:
+def charge_copies(rest: float, configurator: KVCacheConfigurator, *_: object) -> float:
     """After ``KVCacheConfigurator._handle_max_mamba_cache``: keep memory for the copies.
 
     Args:
@@ -88,10 +87,10 @@ def charge_copies(rest: float, configurator: Any, *_: object) -> float:
         return rest
     from sglang.srt.runtime_context import get_schedule
 
-    schedule = get_schedule()
+    schedule, config = get_schedule(), configurator.mambaish_config
+    assert config is not None and schedule.max_mamba_cache_size is not None
     requests = schedule.max_mamba_cache_size // configurator._calculate_mamba_ratio()
     if schedule.max_running_requests is not None:
         requests = min(requests, max(1, schedule.max_running_requests // configurator.attn_dp_size))
     # SGLang's request pool has a row more, for what pads a batch.
-    nbytes = (requests + 1) * configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
-    return rest - nbytes / 2**30
+    return rest - (requests + 1) * config.mamba2_cache_params.mamba_cache_per_req / 2**30

@@ -217,8 +217,7 @@ def allocator_counts(device: torch.device) -> dict[str, int] | None:
 
 
 # The attribute of the stock pool under which the wrapper finds the buffers: the pool's class stays SGLang's own.
-ATTRIBUTE = "sglang_sparse_pools"
-CHARGED = "sglang_sparse_aux_bytes"
+ATTRIBUTE, CHARGED = "sglang_sparse_pools", "sglang_sparse_aux_bytes"
 
 
 def compaction_bytes(method: PromptSelector, model: ModelShape) -> int:
@@ -359,7 +358,7 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     latent = settings.method.kind_of(configurator.model_config) != "MHA"
-    # Where other layers have states, or windows and a pool for them, SGLang wraps the pool of full attention.
+    # SGLang wraps it where other layers have states, or windows and a pool for them.
     plain = getattr(kv_pool, "full_kv_pool", kv_pool)
     # A platform may have its own subclass for MLA; those that store something else are refused by model or flag.
     if not isinstance(plain, MLATokenToKVPool) if latent else type(plain) is not MHATokenToKVPool:

@@ -134,6 +134,7 @@ class ScheduleBatch(Protocol):
     batch_is_full: bool
     req_to_token_pool: ReqToTokenPool
     tree_cache: RadixTree
+    req_pool_indices: torch.Tensor
     mamba_track_indices: torch.Tensor
     mamba_track_mask_cpu: list[bool] | None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import SPARSE_SELF, deterministic, drafts_itself, verified_tokens
 from sglang_sparse.config.machine import Gpu, on_gpu
-from sglang_sparse.config.settings import Settings, prefill_chunk, settings_of
+from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks import dsa_flags, kv_dtypes, window_pools
 from sglang_sparse.hooks.flag_predicates import listed, refused_flags, require_none
@@ -188,21 +188,22 @@ def _require_verifier(args: Arguments, gpu: Gpu) -> None:
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=sorted(allowed))
 
 
-def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None:
+def require_interval(interval: int, args: Arguments, settings: Settings, model: ModelConfig) -> None:
     """Refuse an interval that this server cannot serve, from its config or from a request.
 
     Args:
         interval: tokens between rectifications; 0 is always served.
         args: the server's, resolved.
+        settings: its methods.
+        model: SGLang's ``ModelConfig``.
 
     Raises:
         SparseArgumentError: it is longer than the context or a chunk of prefill, which bound the reserved memory, or
-            the server has a flag that excludes rectification.
+            the server has a flag that excludes rectification, or no memory for it.
     """
     if not interval:
         return
-    server = settings_of(args)
-    if state_layers(model) and not (server and server.rectifies):
+    if state_layers(model) and not settings.rectifies:
         hint = "it keeps no copies of recurrent states; start it with a rectify_interval"
         raise SparseArgumentError(
             field="rectify_interval", got=interval, allowed="0", where="on this server", hint=hint
@@ -211,7 +212,7 @@ def require_interval(interval: int, args: Arguments, model: ModelConfig) -> None
         if limit is not None and 0 < limit < interval:
             allowed = f"at most the {name} of {limit}"
             raise SparseArgumentError(field="rectify_interval", got=interval, allowed=allowed)
-    window_pools.refuse_interval(interval, server, model)
+    window_pools.refuse_interval(interval, settings, model)
     if found := refused_flags(args, RECTIFY_LIMITS):
         hint = f"it has {listed(found)}"
         raise SparseArgumentError(
@@ -261,7 +262,8 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
         raise SparseArgumentError(message, field="--cuda-graph-backend-prefill", got="full", allowed=allowed)
     kv_dtypes.require_dtypes(args, settings, gpu)
     with within(f"--sparse-config of {settings.name}"):
-        require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
+        interval = settings.rectify.rectify_interval if settings.rectify else 0
+        require_interval(interval, args, settings, model_config)
     page, message = settings.config.page_size, f"{settings.flag}: the server's page size is {args.page_size}"
     if settings.name is None and args.page_size not in PAGE_SIZES:
         raise SparseArgumentError(message, field="--page-size", got=args.page_size, allowed=PAGE_SIZES)

@@ -150,7 +150,7 @@ def _require_options(
         raise SparseArgumentError(field="custom_params", got=params, allowed="a mapping")
     # A request for an embedding has no such field.
     options = parse_options(settings, params, bool(getattr(tokenized, "custom_logit_processor", None)))
-    refusals.require_interval(options.rectify_interval, server, owner.model_config)
+    refusals.require_interval(options.rectify_interval, server, settings, owner.model_config)
     drafts = arguments.drafts_itself(server)
     if not options.lossless and not drafts:
         allowed = f"true on this server; --speculative-algorithm {arguments.SPARSE_SELF} has it draft"

@@ -82,7 +82,7 @@ def require(args: Arguments, settings: Settings) -> None:
         raise SparseArgumentError(field="check_exactness", got=True, allowed="false", where=WHERE, hint=hint)
 
 
-def refuse_interval(interval: int, settings: Settings | None, model: ModelConfig) -> None:
+def refuse_interval(interval: int, settings: Settings, model: ModelConfig) -> None:
     """Refuse an interval for which a request would keep much more of its windows than the server was planned for.
 
     Args:
@@ -97,7 +97,7 @@ def refuse_interval(interval: int, settings: Settings | None, model: ModelConfig
         return
     from sglang.srt.environ import envs
 
-    own = settings.rectify.rectify_interval if settings and settings.rectify else 0
+    own = settings.rectify.rectify_interval if settings.rectify else 0
     most = max(own, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
     if interval > most:
         hint = f"so much is kept of the windows; start the server with a longer interval, or with {_ONE_POOL}"

@@ -70,8 +70,7 @@ def begin_pass(
     elif mode.is_extend_without_speculative():
         if backend.exact_states and getattr(batch, DENSE_PASS, False):
             # The states of the others are exact: their newest token alone is not forwarded yet.
-            spans = zip(batch.reqs, batch.extend_lens, strict=True)
-            backend.exact_states.restore([request for request, tokens in spans if tokens > 1])
+            backend.exact_states.restore(batch, [row for row, tokens in enumerate(batch.extend_lens) if tokens > 1])
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
             # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
             # batch may have an approximate tail. A window that is encoded again may end before the exact length.
@@ -90,13 +89,13 @@ def _begin_decode(
     setattr(forward_batch, PLAN, plan)
     lengths, covered = batch.seq_lens_cpu.tolist(), plan.covered.tolist()
     if backend.exact_states:
-        rows = zip(batch.reqs, states, lengths, covered, strict=True)
+        rows = enumerate(zip(states, lengths, covered, strict=True))
         leaving = [
-            request
-            for request, state, length, dense in rows
+            row
+            for row, (state, length, dense) in rows
             if not dense and state.shareable_len == length - 1 and state.options.rectify_interval
         ]
-        backend.exact_states.save(leaving)
+        backend.exact_states.save(batch, leaving)
     exact = all(method.exact for method in backend.groups.methods)
     if not backend.verified:
         for state, length, dense in zip(states, lengths, covered, strict=True):

@@ -14,6 +14,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import of
+from sglang_sparse.config.settings import build
 from sglang_sparse.hooks.model_limits import state_layers
 from sglang_sparse.hooks.refusals import require_interval
 
@@ -69,10 +70,9 @@ def test_what_needs_the_states_of_the_past_is_refused(config: dict[str, Any], fi
 def test_a_request_is_not_rectified_without_copies(tmp_path: Path) -> None:
     args = start(tmp_path, config={"rectify_interval": 0})
     with refused("rectify_interval", 16) as caught:
-        require_interval(16, args, args.get_model_config())
+        require_interval(16, args, build("resa", {"rectify_interval": 0}), args.get_model_config())
     assert "it keeps no copies of recurrent states" in str(caught.value)
-    args = start(tmp_path)
-    require_interval(16, args, args.get_model_config())
+    require_interval(16, args, build("resa", {}), args.get_model_config())
 
 
 def test_a_layer_with_a_state_is_refused_by_its_number(tmp_path: Path) -> None:
@@ -122,3 +122,14 @@ def test_states_of_other_models_are_refused(architecture: str, tmp_path: Path) -
     with refused("--model-path", architecture) as caught:
         ServerArgs(model_path=str(tmp_path), sparse_method="robsa" if "Kimi" in architecture else "resa")
     assert "hybrid SSM or linear-attention model" in str(caught.value)
+
+
+def test_a_request_keeps_no_more_of_its_windows_than_planned(tmp_path: Path) -> None:
+    args = ServerArgs(model_path=write_config(tmp_path, "two_pools"), sparse_method="resa")
+    model = args.get_model_config()
+    # SGLang keeps 128 tokens anyway.
+    require_interval(128, args, build("resa", {}), model)
+    require_interval(200, args, build("resa", {"rectify_interval": 200}), model)
+    with refused("rectify_interval", 200) as caught:
+        require_interval(200, args, build("resa", {}), model)
+    assert caught.value.allowed == "at most 128"
