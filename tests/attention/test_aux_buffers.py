@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
 
-from sglang_sparse.attention import memory
+from sglang_sparse.attention import exact_states, memory
 from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods import aux_buffers
@@ -80,6 +81,41 @@ def test_a_dense_server_is_charged_nothing() -> None:
     assert memory.charge_aux_bytes(4096, None, kvc, 4) == 4096
     pool = object()
     assert memory.attach_aux_pools(pool, SimpleNamespace(server_args=kvc.server_args)) is None
+
+
+def test_two_pools_are_charged_by_tokens_of_the_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = build("resa", {"layers": "2-"})
+    monkeypatch.setattr(memory, "hooked_settings_of", lambda _: settings)
+    monkeypatch.setattr(memory, "model_shape", lambda *_: SHAPE)
+    monkeypatch.setattr(memory, "shares_selection", lambda *_: False)
+    kvc: Any = SimpleNamespace(server_args=None, is_draft_worker=False, model_config=None, kv_cache_dtype=None)
+    alone = HybridSWAPoolConfigurator._full_cell_bytes
+    charged = lambda self: memory.charge_full_pool(alone(self), self)  # noqa: E731
+    monkeypatch.setattr(HybridSWAPoolConfigurator, "_full_cell_bytes", charged)
+    sizes = {"_full_per_token": 256, "_swa_per_token": 128, "_full_layers_num": 2, "_swa_layers_num": 2}
+    names = ("full", "swa", "swa_full")
+    none = {f"_draft_{name}_layers_num": 0 for name in names} | {"_fused_full_entry": None, "_fused_swa_entry": None}
+    for is_draft, extra in ((False, 64), (True, 0)):
+        kvc.is_draft_worker = is_draft
+        sizing = object.__new__(HybridSWAPoolConfigurator)
+        vars(sizing).update(sizes, **none, _swa_full_tokens_ratio=0.5, _draft_cell_size=0)
+        memory.note_aux_bytes(lambda *_: None, sizing, kvc)
+        sizing._recompute_cell_size()
+        assert sizing._cell_size == 2 * 256 + extra + 0.5 * 2 * 128
+
+
+@pytest.mark.parametrize(("running", "copies"), [(None, 8), (4, 4), (100, 8)])
+def test_copies_of_states_are_charged(monkeypatch: pytest.MonkeyPatch, running: int | None, copies: int) -> None:
+    """One a running request, of which SGLang plans one for five states; and one more, for what pads a batch."""
+    schedule = SimpleNamespace(max_mamba_cache_size=40, max_running_requests=running)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
+    config = SimpleNamespace(mamba2_cache_params=SimpleNamespace(mamba_cache_per_req=2**30))
+    states = {"mambaish_config": config, "_calculate_mamba_ratio": lambda: 5, "attn_dp_size": 1}
+    kvc: Any = SimpleNamespace(server_args=None, is_draft_worker=False, **states)
+    for interval, charged in ((32, copies + 1), (0, 0)):
+        settings = build("resa", {"rectify_interval": interval})
+        monkeypatch.setattr(exact_states, "hooked_settings_of", lambda _, found=settings: found)
+        assert exact_states.charge_copies(100.0, kvc) == 100 - charged
 
 
 def test_a_page_written_in_pieces_has_the_summary_of_all_its_keys() -> None:
