@@ -7,6 +7,7 @@ these, and copied back before the pass. No paper has this; ReSA's models have KV
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
     from sglang_sparse.attention.protocols import ScheduleBatch
+
+
+logger = logging.getLogger(__name__)
 
 
 class ExactStates:
@@ -37,6 +41,11 @@ class ExactStates:
             (state, state.new_empty(state.shape[0], len(pool.req_to_token), *state.shape[2:]))
             for state in (*states.conv, states.temporal)
         ]
+        logger.info(
+            "sglang_sparse: %.1f MiB of copies of recurrent states, for %d requests",
+            sum(copy.nbytes for _, copy in self._copies) / 2**20,
+            len(pool.req_to_token) - 1,
+        )
 
     def save(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
         """Copy the states of some rows of a batch, which are those after their exact tokens."""
