@@ -107,6 +107,7 @@ class Req(Protocol):
     full_untruncated_fill_ids: Sequence[int]
     sampling_params: SamplingParams
     custom_logit_processor: str | None
+    multimodal_inputs: schedule_batch.MultimodalInputs | None
     kv: schedule_batch.ReqKvInfo
     prefix_len: int
     host_hit_length: int
@@ -127,6 +128,7 @@ class ScheduleBatch(Protocol):
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor
     input_ids: torch.Tensor
+    multimodal_inputs: list[schedule_batch.MultimodalInputs | None] | None
     prefix_lens: list[int]
     extend_lens: list[int]
     decoding_reqs: list[Req] | None

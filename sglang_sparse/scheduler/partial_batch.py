@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_sparse.attention.protocols import Req, ScheduleBatch
-from sglang_sparse.scheduler.request_fields import pool_row
+from sglang_sparse.scheduler.request_fields import pool_row, position_shift
 from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ DENSE_PASS = "dense_pass"
 BOUNDED = "bounded_lengths"
 # That of a draft behind the first one of its round.
 LATER = "later_draft"
+# That of a batch of spans: what is added to each one's positions, see ``position_info``.
+SHIFTS = "position_shifts"
 # The attribute of SGLang's output of a model's last stage.
 LOGITS = "next_token_logits"
 # The attribute of a batch that all ranks of data-parallel attention have gathered: this rank's Rectification, or the
@@ -38,11 +42,16 @@ class Span:
         request: whose tokens they are.
         start: its exact length.
         end: its length with the newest token.
+        shift: what M-RoPE adds to the positions of its generated tokens; SGLang forgets it when the request finishes.
     """
 
     request: Req
     start: int
     end: int
+    shift: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shift", position_shift(self.request))
 
     @property
     def tokens(self) -> int:
@@ -141,6 +150,9 @@ def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tenso
     view = rows_view(batch, [span.request for span in spans])
     view.forward_mode = ForwardMode.EXTEND
     setattr(view, DENSE_PASS, True)
+    setattr(view, SHIFTS, [span.shift for span in spans])
+    # Its tokens are generated ones: SGLang would look for the images of their prompts.
+    view.multimodal_inputs = None
     view.prefix_lens = [span.start for span in spans]
     view.extend_lens = [span.tokens for span in spans]
     view.extend_num_tokens = sum(view.extend_lens)
@@ -182,6 +194,32 @@ def _tokens(request: Req, start: int, end: int) -> list[int]:
     return tokens
 
 
+def position_info(view: Any, mrope: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return the positions of a batch of spans for ``ForwardBatch.init_new``; None where SGLang finds them itself.
+
+    SGLang's own, for models with M-RoPE, are those of prompts. Those of generated tokens are alike in time, height and
+    width, and behind images less than the token's index.
+
+    Args:
+        view: the batch of any pass.
+        mrope: whether the model has M-RoPE.
+
+    Returns:
+        positions ``[tokens]`` int64, beginnings of the rows ``[rows]`` int32, rotary positions ``[3, tokens]`` int64.
+    """
+    if not mrope or not hasattr(view, SHIFTS):
+        return None
+
+    def numbered(starts: Iterable[int]) -> torch.Tensor:
+        rows = zip(starts, view.extend_lens, strict=True)
+        return to_device([*chain.from_iterable(range(at, at + tokens) for at, tokens in rows)], torch.int64, device)
+
+    device = view.seq_lens.device
+    begins = to_device([*accumulate(view.extend_lens[:-1], initial=0)], torch.int32, device)
+    shifted = map(operator.add, view.prefix_lens, getattr(view, SHIFTS))
+    return numbered(view.prefix_lens), begins, numbered(shifted).repeat(3, 1)
+
+
 def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> ScheduleBatch:
     """Make the decode batch of some rows of a decode batch.
 
@@ -190,6 +228,8 @@ def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> ScheduleBatch:
         rows: ascending.
     """
     view = rows_view(batch, [batch.reqs[row] for row in rows])
+    if batch.multimodal_inputs is not None:
+        view.multimodal_inputs = [batch.multimodal_inputs[row] for row in rows]
     host = torch.tensor(rows, dtype=torch.int64)
     device = to_device(rows, torch.int64, batch.seq_lens.device)
     view.seq_lens_cpu = batch.seq_lens_cpu[host]
@@ -204,6 +244,7 @@ def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> ScheduleBatch:
 def idle_view(batch: ScheduleBatch) -> ScheduleBatch:
     """Make a batch without rows, for a pass of the others."""
     view = rows_view(batch, [])
+    view.multimodal_inputs = None
     view.prepare_for_idle()
     return view
 
@@ -214,7 +255,6 @@ def rows_view(batch: ScheduleBatch, requests: list[Req]) -> Any:
     view.reqs = requests
     view.seq_lens_sum = None
     view.req_pool_indices_cpu = None
-    view.multimodal_inputs = None
     view.spec_info = None
     view.mamba_track_indices = view.mamba_track_mask = None
     # Left over from the prefill that this batch once was.

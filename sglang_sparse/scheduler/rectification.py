@@ -25,7 +25,16 @@ from sglang_sparse.attention.protocols import ModelRunner, ModelWorker, RadixTre
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler import prompt_windows
 from sglang_sparse.scheduler.due_rows import due_rows, ripe_rows
-from sglang_sparse.scheduler.partial_batch import STEP, JointPass, Outputs, Span, decode_view, extend_view, idle_view
+from sglang_sparse.scheduler.partial_batch import (
+    STEP,
+    JointPass,
+    Outputs,
+    Span,
+    decode_view,
+    extend_view,
+    idle_view,
+    position_info,
+)
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
 from sglang_sparse_kernels.common.launch import to_device
@@ -216,7 +225,11 @@ def _forward_batch(view: Any, runner: Any, capture_hidden_mode: Any = None) -> F
     from sglang.srt.model_executor import forward_batch_info
 
     return forward_batch_info.ForwardBatch.init_new(
-        view, runner, capture_hidden_mode=capture_hidden_mode, return_hidden_states_before_norm=False
+        view,
+        runner,
+        capture_hidden_mode=capture_hidden_mode,
+        return_hidden_states_before_norm=False,
+        extend_position_info=position_info(view, runner.model_config.model_is_mrope),
     )
 
 

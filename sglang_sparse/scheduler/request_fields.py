@@ -15,6 +15,12 @@ def committed_len(request: Req) -> int:
     return request.kv.kv_committed_len
 
 
+def position_shift(request: Req) -> int:
+    """Return what M-RoPE adds to the positions of a request's tokens behind its images; 0 without any."""
+    media = request.multimodal_inputs
+    return 0 if media is None or media.mrope_position_delta is None else int(media.mrope_position_delta)
+
+
 def has_backup(request: Req) -> bool:
     """Whether SGLang keeps a copy of the KV of a retracted request in host memory."""
     return request.kv.retraction_backup is not None

@@ -118,7 +118,8 @@ def test_a_pass_is_never_larger_than_a_chunk_of_prefill() -> None:
 
 
 def test_tails_are_grouped_by_rows_and_tokens() -> None:
-    spans = [Span(None, 0, tokens) for tokens in (5, 5, 5, 90, 5, 200, 5)]
+    request: Any = SimpleNamespace(multimodal_inputs=None)
+    spans = [Span(request, 0, tokens) for tokens in (5, 5, 5, 90, 5, 200, 5)]
     sizes = [[span.tokens for span in group] for group in grouped(spans, 3, 100)]
     assert sizes == [[5, 5, 5], [90, 5], [200], [5]]
 
@@ -160,7 +161,8 @@ def test_between_rounds_full_pages_are_rectified_before_a_round_could_be_late(mo
     def row(exact: int | None, committed: int, interval: int = 32, finished: bool = False) -> SimpleNamespace:
         state = SimpleNamespace(shareable_len=exact, options=SimpleNamespace(rectify_interval=interval))
         kv = SimpleNamespace(kv_committed_len=committed)
-        return SimpleNamespace(kv=kv, finished=lambda: finished, state=state, number=len(rows))
+        names = {"kv": kv, "state": state, "number": len(rows), "multimodal_inputs": None}
+        return SimpleNamespace(finished=lambda: finished, **names)
 
     rows: list[SimpleNamespace] = []
     # Long overdue, finished, never, retracted, exact beyond its last full page, and halfway to its interval.
@@ -195,7 +197,8 @@ def test_results_that_raise_release_whom_they_held_and_leave_the_tree_as_it_was(
     options = SimpleNamespace(rectify_interval=8)
     state = SimpleNamespace(shareable_len=4, compacted=False, options=options)
     monkeypatch.setattr(rectification, "state_of", lambda _: state)
-    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=9), finished_reason=None)
+    kv = SimpleNamespace(kv_committed_len=9)
+    request = SimpleNamespace(kv=kv, finished_reason=None, multimodal_inputs=None)
 
     def process(scheduler: Any, *_: Any) -> None:
         rectification.hold_release(
@@ -223,7 +226,7 @@ def test_rows_that_are_due_alone_share_passes_of_a_chunk(deterministic: bool) ->
     lengths, exact = [140, 300, 90, 250, 77], [108, 268, 58, 240, 77]
     options = SimpleNamespace(rectify_interval=32)
     states = [SimpleNamespace(shareable_len=start, options=options) for start in exact]
-    requests: Any = [SimpleNamespace(**{ATTRIBUTE: state}) for state in states]
+    requests: Any = [SimpleNamespace(multimodal_inputs=None, **{ATTRIBUTE: state}) for state in states]
     batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests, mamba_track_mask_cpu=None)
     served = build("resa", {"rectify_max_batch": 1})
     served.decode.deterministic = deterministic

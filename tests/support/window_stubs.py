@@ -25,6 +25,7 @@ def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | 
         host_hit_length=0,
         sampling_params=SimpleNamespace(custom_params=options or None),
         custom_logit_processor=None,
+        multimodal_inputs=None,
     )
     if known is not None:
         request_state.ensure_state(known, RectifyCounts(), found)
