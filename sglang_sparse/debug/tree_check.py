@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.protocols import KVPool, ModelRunner, RadixTree, Scheduler
+from sglang_sparse.attention.protocols import KVPool, ModelConfig, ModelRunner, RadixTree, Scheduler
 from sglang_sparse.config.request_options import adapter_of_namespace, prefill_of_namespace
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
@@ -36,10 +36,13 @@ class TreeReport:
     Attributes:
         pages_checked: pages whose KV was recomputed by this check.
         worst_abs_difference: the largest difference of an element of their K or V, 0.0 without pages.
+        pages_behind_images: pages of images and of what follows them. Ids alone do not give their KV: only their
+            summaries are checked.
     """
 
     pages_checked: int
     worst_abs_difference: float
+    pages_behind_images: int = 0
 
 
 @dataclass
@@ -76,6 +79,11 @@ def check_when_idle(_result: None, scheduler: Scheduler, *_: object) -> None:
             report.pages_checked,
             report.worst_abs_difference,
         )
+    if report.pages_behind_images:
+        logger.info(
+            "sglang_sparse: %d pages of images and behind them are not recomputed: token ids do not give their KV",
+            report.pages_behind_images,
+        )
 
 
 def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeReport:
@@ -84,8 +92,8 @@ def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeRepo
     With a prefill method, K and V are those of its cold run instead, dense only where that is. Pages that no earlier
     check has proven, and those whose contents changed since, are compared with such a run over the whole path from the
     root, one path at a time (see ``compare_with_recomputed``), and with the LoRA adapter of its requests. What was
-    written with an adapter that is no longer loaded is left out: no request finds it. No pass may be in flight on
-    another stream than the forward stream.
+    written with an adapter that is no longer loaded is left out: no request finds it. What follows an image is left
+    out, too, and counted. No pass may be in flight on another stream than the forward stream.
 
     Args:
         tolerance: largest allowed absolute difference; ``default_tolerance`` if None.
@@ -110,7 +118,10 @@ def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeRepo
         unproven = {page for page, identity in identities.items() if memory.proven.get(page) != identity}
         _require_fresh_summaries(runner.token_to_kv_pool, sorted(unproven))
         checked, worst, adapters = 0, 0.0, runner.lora_manager
-        for path in paths:
+        behind_images: set[int] = set()
+        for whole in paths:
+            path = _before_images(whole, tree.page_size, runner.model_config)
+            behind_images.update((whole.slots[len(path.slots) :: tree.page_size] // tree.page_size).tolist())
             adapter = adapter_of_namespace(path.key.extra_key)
             if adapter and not (adapters and adapter in adapters.loras):
                 continue
@@ -121,7 +132,7 @@ def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeRepo
             checked += len(proven)
             unproven -= proven
             memory.proven.update((page, identities[page]) for page in proven)
-    return TreeReport(checked, worst)
+    return TreeReport(checked, worst, len(behind_images))
 
 
 def compare_with_recomputed(
@@ -183,6 +194,8 @@ def _recompute(
             if path:
                 path.begin([*split_prompt(0, start, end, prompt, prefill)], torch.zeros_like(slots[:1]), counted=False)
             batch = _extend_batch(tokens[start:end], slots[start:end], start)
+            if runner.model_config.model_is_mrope:
+                batch.mrope_positions = batch.positions.repeat(3, 1)
             if runner.lora_manager is not None:
                 batch.lora_ids = [adapter]
                 runner.lora_manager.fetch_new_loras({adapter})
@@ -218,6 +231,17 @@ def _hashes(path: TreePath, size: int) -> Iterator[tuple[int, int]]:
     for first, page in zip(range(0, len(tokens), size), (path.slots[::size] // size).tolist(), strict=True):
         found = hash((found, *tokens[first : first + size]))
         yield page, found
+
+
+def _before_images(path: TreePath, size: int, model: ModelConfig) -> TreePath:
+    """Return the whole pages of a path before its first image, whose tokens have ids beyond the vocabulary."""
+    # Prefill methods, which write more than ids into keys, do not serve such models.
+    ids = path.key.token_ids[: len(path.key)] if model.is_multimodal else ()
+    first = next((place for place, token in enumerate(ids) if token >= model.vocab_size), None)
+    if first is None:
+        return path
+    end = first // size * size
+    return replace(path, key=path.key[:end], slots=path.slots[:end])
 
 
 def _require_fresh_summaries(kv_pool: KVPool, pages: list[int]) -> None:

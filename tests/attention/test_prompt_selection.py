@@ -290,7 +290,7 @@ def test_a_recomputation_chooses_nothing() -> None:
     before = found.of(3)
     runner = found.runner
     runner.attn_backend = SimpleNamespace(prefill=None, keeps=found.path)
-    runner.lora_manager = None
+    runner.lora_manager, runner.model_config = None, SimpleNamespace(model_is_mrope=False)
     runner.forward = lambda batch: found.layer(torch.randn(len(batch.input_ids), HEADS * GROUP * DIM))
     tree_check._recompute(runner, [0] * 192, torch.arange(192), None, 0)
     assert found.of(3) == before

@@ -28,6 +28,7 @@ from sglang_sparse.scheduler.inserted_keys import InexactTreeError, InsertedKeys
 from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 24, 4, 1, 64
+VOCABULARY = 1000
 ROUNDING = 2.0**-14
 # What an adapter adds.
 ADAPTED = 0.5
@@ -55,6 +56,7 @@ class Model:
         self.server_args = SimpleNamespace(sparse_method=None)
         self.attn_backend = SimpleNamespace(prefill=None)
         self.lora_manager: Any = None
+        self.model_config = SimpleNamespace(is_multimodal=False, model_is_mrope=False, vocab_size=VOCABULARY)
         self.req_to_token_pool = ReqToTokenPool(2, 512, "cpu", False)
         self.kv_index_translator = KVIndexTranslator(
             req_to_token=self.req_to_token_pool.req_to_token,
@@ -161,6 +163,18 @@ def test_kv_is_recomputed_with_its_adapter(scheduler) -> None:
     model.write(tokens, tokens, slots)
     with pytest.raises(InexactTreeError):
         check_tree(scheduler)
+
+
+def test_pages_of_images_and_behind_them_are_counted_and_the_text_before_is_proven(scheduler) -> None:
+    """An image's tokens have the id of its hash, which may look like a word's in its last bits."""
+    model, image = scheduler.tp_worker.model_runner, (1 << 30) + 5
+    model.model_config.is_multimodal = True
+    for behind in ([*range(8)], [9] * 12):
+        insert(scheduler, [*range(10), image, image, *behind])
+    report = check_tree(scheduler)
+    assert (report.pages_checked, report.pages_behind_images, model.tokens) == (2, 6, 8)
+    again = check_tree(scheduler)
+    assert (again.pages_checked, again.pages_behind_images, model.tokens) == (0, 6, 8)
 
 
 @pytest.mark.parametrize("forward_tokens", [6, 8, 2048])
