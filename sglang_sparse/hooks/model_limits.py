@@ -29,6 +29,14 @@ class ModelLimit:
 
 # Those of models whose layers with recurrent states stay dense.
 WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+# Those that are served with their towers: images attend as text does, to what lies before.
+WITH_TOWERS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+TEXT_ALONE = """--json-model-override-args '{"language_model_only": true}'"""
+
+
+def has_towers(model: ModelConfig) -> bool:
+    """Whether a model is served with its towers for media."""
+    return model.is_multimodal and not set(WITH_TOWERS).isdisjoint(model.hf_config.architectures or ())
 
 
 def _unproven_states(model: ModelConfig) -> bool:
@@ -91,12 +99,7 @@ def windowed_layers(model: ModelConfig) -> frozenset[int]:
 
 
 # With "language_model_only" SGLang computes no M-RoPE positions. Models of these files do without.
-_TEXT_ALONE = {
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Glm4vForConditionalGeneration",
-    "Glm4vMoeForConditionalGeneration",
-}
+_WITHOUT_POSITIONS = {*WITH_TOWERS, "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
 
 
 def _needs_positions(model: ModelConfig) -> bool:
@@ -105,7 +108,7 @@ def _needs_positions(model: ModelConfig) -> bool:
     return (
         model.is_lm_only
         and "mrope_section" in rope
-        and not _TEXT_ALONE.intersection(model.hf_config.architectures or ())
+        and not _WITHOUT_POSITIONS.intersection(model.hf_config.architectures or ())
     )
 
 
@@ -114,9 +117,9 @@ MODEL_LIMITS = (
     ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no separate pages"),
     ModelLimit(
         "multimodal model",
-        lambda m: m.is_multimodal,
-        "its towers and M-RoPE positions are not proven yet; Qwen3-VL, GLM-4.5V and models without M-RoPE serve text "
-        """alone by --json-model-override-args '{"language_model_only": true}'""",
+        lambda m: m.is_multimodal and not has_towers(m),
+        "its towers are not proven yet, and those of Qwen3-VL are; GLM-4.5V and models without M-RoPE serve text alone "
+        f"by {TEXT_ALONE}",
     ),
     ModelLimit("model that needs M-RoPE for text", _needs_positions, "SGLang gives it no positions without its towers"),
     ModelLimit(

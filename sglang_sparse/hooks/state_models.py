@@ -14,7 +14,8 @@ from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks.flag_predicates import above_one, given, uses_dp_attention
-from sglang_sparse.hooks.model_limits import state_layers
+from sglang_sparse.hooks.media_models import NO_PREFILL
+from sglang_sparse.hooks.model_limits import has_towers, state_layers
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.groups import PrefillGroups
 from sglang_sparse.methods.support import FlagLimit
@@ -101,6 +102,8 @@ def refuse_prefill(prefill: PrefillGroups, model: ModelConfig) -> str | None:
     """Say why prefill methods cannot serve a model, or None."""
     if state_layers(model):
         return "states are stored at other places than those where the KV of sparse prefill may be shared"
+    if has_towers(model):
+        return NO_PREFILL
     return prefill.refuse(model)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_sparse.config.arguments import SPARSE_SELF
-from sglang_sparse.hooks import deterministic, limits, model_limits, refusals, state_models, window_pools
+from sglang_sparse.hooks import deterministic, limits, media_models, model_limits, refusals, state_models, window_pools
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.support import KINDS, FlagLimit
@@ -213,6 +213,11 @@ def _of_tables() -> Iterator[Refused]:
             state_models.STATE_LIMITS,
         ),
         ("a model with a KV pool for its windows with ", plain, window_pools.WINDOW_POOL_LIMITS),
+        (
+            "a model with towers for media with ",
+            [method for method in plain if not method.prefill],
+            media_models.MEDIA_LIMITS,
+        ),
         ("", prefilling, limits.PREFILL_LIMITS),
         ("rectification with ", [method for method in asked if method.takes(UNRECTIFIED)], limits.RECTIFY_LIMITS),
         (

@@ -23,6 +23,7 @@ from sglang_sparse.hooks.limits import (
     RECTIFY_LIMITS,
     VERIFY_LIMITS,
 )
+from sglang_sparse.hooks.media_models import MEDIA_LIMITS
 from sglang_sparse.hooks.state_models import STATE_LIMITS
 from sglang_sparse.hooks.table import HOOKS
 from sglang_sparse.hooks.window_pools import WINDOW_POOL_LIMITS
@@ -135,6 +136,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
         *PREFILL_LIMITS,
         *STATE_LIMITS,
         *WINDOW_POOL_LIMITS,
+        *MEDIA_LIMITS,
     )
     for limit in (*FLAG_LIMITS, *own):
         try:

@@ -18,7 +18,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import DRAFTERS
-from sglang_sparse.hooks import deterministic, limits, model_limits, state_models, window_pools
+from sglang_sparse.hooks import deterministic, limits, media_models, model_limits, state_models, window_pools
 from sglang_sparse.methods import registry, rocketkv, support
 from sglang_sparse.methods.dsa import decode
 
@@ -27,7 +27,7 @@ LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
 # Those that no method serves, and those of one method, by their names.
 LIMITS = {
     name: found
-    for of in (limits, deterministic, state_models, window_pools, decode, rocketkv)
+    for of in (limits, deterministic, state_models, window_pools, media_models, decode, rocketkv)
     for name, found in vars(of).items()
     if name.endswith("_LIMITS")
 }
@@ -67,6 +67,19 @@ def on(limit: str, flag: str, value: object = True) -> Trigger:
     return Trigger(limit, {flag: value})
 
 
+LORA = (on("LoRA", "enable_lora"), on("LoRA", "lora_paths", ["adapter"]))
+# What several kinds of models refuse.
+OF_KINDS = (
+    on("speculative decoding", "speculative_algorithm", "EAGLE"),
+    on("speculative decoding", "speculative_algorithm", "SPARSE_SELF"),
+    on("--disaggregation-mode", "disaggregation_mode", "decode"),
+    on("pipeline parallelism", "pp_size", 2),
+    Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
+    on("hierarchical cache", "enable_hierarchical_cache"),
+    on("streaming sessions", "enable_streaming_session"),
+    on("deterministic inference", "enable_deterministic_inference"),
+)
+ELSEWHERE = ("language_only", "encoder_only", "enable_adaptive_dispatch_to_encoder")
 # By table: what asks for it, how the message begins, and a trigger or several for each of its limits.
 TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
     "FLAG_LIMITS": (
@@ -108,16 +121,11 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         ),
     ),
     "DETERMINISTIC_LIMITS": (
-        {
-            "sparse_method": "resa",
-            "sparse_config": {"rectify_interval": 0},
-            "enable_deterministic_inference": True,
-        },
+        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}, "enable_deterministic_inference": True},
         "--sparse-method resa with deterministic inference cannot run with ",
         (
             on("--speculative-algorithm", "speculative_algorithm", "EAGLE"),
-            on("LoRA", "enable_lora"),
-            on("LoRA", "lora_paths", ["adapter"]),
+            *LORA,
             on("mixed chunk", "enable_mixed_chunk"),
             on("priority preemption", "enable_priority_scheduling"),
             on("data-parallel attention", "enable_dp_attention"),
@@ -176,14 +184,11 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         (
             on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
-            on("--speculative-num-steps", "speculative_num_steps", 0),
-            on("--speculative-num-steps", "speculative_num_steps", -1),
-            on("--speculative-num-steps", "speculative_num_steps", 17),
+            *(on("--speculative-num-steps", "speculative_num_steps", steps) for steps in (0, -1, 17)),
             on("--speculative-eagle-topk", "speculative_eagle_topk", 2),
             on("--speculative-num-draft-tokens", "speculative_num_draft_tokens", 6),
             Trigger("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}),
-            on("LoRA", "enable_lora"),
-            on("LoRA", "lora_paths", ["adapter"]),
+            *LORA,
             on("a draft model", "speculative_draft_model_path", "some/draft"),
             *(
                 Trigger("settings of other speculative algorithms", {flag: value}, named=True)
@@ -265,31 +270,26 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("--enable-linear-replayssm", "enable_linear_replayssm"),
             on("--enable-linear-replayssm", "enable_linear_replayssm_spec"),
             on("--enable-int8-mamba-checkpoint", "enable_int8_mamba_checkpoint"),
-            on("speculative decoding", "speculative_algorithm", "EAGLE"),
-            on("speculative decoding", "speculative_algorithm", "SPARSE_SELF"),
-            on("--disaggregation-mode", "disaggregation_mode", "decode"),
-            on("pipeline parallelism", "pp_size", 2),
-            on("hierarchical cache", "enable_hierarchical_cache"),
-            Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
             on("--linear-attn-backend", "linear_attn_backend", "flashinfer"),
             on("mixed chunk", "enable_mixed_chunk"),
-            on("streaming sessions", "enable_streaming_session"),
-            on("deterministic inference", "enable_deterministic_inference"),
+            *OF_KINDS,
         ),
     ),
     "WINDOW_POOL_LIMITS": (
         {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
         "--sparse-method resa on a model with a KV pool for its windows cannot run with ",
         (
-            on("speculative decoding", "speculative_algorithm", "EAGLE"),
-            on("speculative decoding", "speculative_algorithm", "SPARSE_SELF"),
-            on("--disaggregation-mode", "disaggregation_mode", "decode"),
-            on("pipeline parallelism", "pp_size", 2),
-            Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
-            on("hierarchical cache", "enable_hierarchical_cache"),
-            on("streaming sessions", "enable_streaming_session"),
-            on("deterministic inference", "enable_deterministic_inference"),
+            *OF_KINDS,
             Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA"),
+        ),
+    ),
+    "MEDIA_LIMITS": (
+        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
+        "--sparse-method resa on a model with towers for media cannot run with ",
+        (
+            *OF_KINDS,
+            *(on("towers on other servers", flag) for flag in ELSEWHERE),
+            on("mixed chunk", "enable_mixed_chunk"),
         ),
     ),
     "INDEXER_LIMITS": (
@@ -297,8 +297,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method dsa cannot run with ",
         (
             on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
-            on("LoRA", "enable_lora"),
-            on("LoRA", "lora_paths", ["adapter"]),
+            *LORA,
             on("returned indexer top-k", "enable_return_indexer_topk"),
             on("a page size", "page_size", 32),
             on("a float16 model", "dtype", "half"),
@@ -383,6 +382,7 @@ def test_every_field_of_a_server_is_judged() -> None:
 def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, beginning, _ = TABLES[table]
     models = {"INDEXER_LIMITS": "own_sparse_attention", "STATE_LIMITS": "states", "WINDOW_POOL_LIMITS": "two_pools"}
+    models["MEDIA_LIMITS"] = "towers"
     model = write_config(tmp_path, models.get(table, "qwen3"))
     if trigger.variable:
         monkeypatch.setenv(trigger.variable, trigger.value or "1")

@@ -14,6 +14,7 @@ from server_requests import (
     assert_refused,
     forced,
     off,
+    plugin,
     random_prompts,
     sparse_state,
     spent,
@@ -50,25 +51,17 @@ def server(serve, model: Path) -> Iterator[ServerProcess]:
         assert_nothing_leaked(server)
 
 
-def spoilt(folder: Path, *lines: str) -> dict[str, str]:
-    """The environment of a server in which these lines take something of this package away."""
-    body = "".join(f"    {line}\n" for line in lines)
-    (folder / "spoilt.py").write_text(
-        "from sglang_sparse.attention import exact_states\n"
-        "from sglang_sparse.hooks import state_models\n"
-        f"from sglang_sparse.scheduler import exact_kv\ndef register():\n{body}"
-    )
-    (about := folder / "spoilt-0.1.dist-info").mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: spoilt\nVersion: 0.1\n")
-    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nspoilt = spoilt:register\n")
-    return {"PYTHONPATH": str(folder)}
-
-
 @pytest.fixture
 def careless(tmp_path: Path) -> dict[str, str]:
-    """A server that shares the states which this package keeps to their requests."""
-    keep = "exact_kv.exact_checkpoint = lambda original, tree, *of: original(tree, *of)"
-    return spoilt(tmp_path, "state_models.STATE_LIMITS = ()", keep)
+    """The environment of a server that shares the states which this package keeps to their requests."""
+    return plugin(
+        tmp_path,
+        "careless",
+        "from sglang_sparse.hooks import state_models",
+        "from sglang_sparse.scheduler import exact_kv",
+        "state_models.STATE_LIMITS = ()",
+        "exact_kv.exact_checkpoint = lambda original, tree, *of: original(tree, *of)",
+    )
 
 
 def test_the_layers_that_attend_run_sparse(server: ServerProcess) -> None:
@@ -156,7 +149,8 @@ def test_rectified_answers_are_shared_up_to_their_last_state(
 @pytest.mark.parametrize("taken", ["restore", "store", "save"])
 def test_without_a_copy_follow_ups_are_wrong(serve, tmp_path: Path, model: Path, likely: Likely, taken: str) -> None:
     """The control: rectification that goes on from other states, or stores none."""
-    environment = spoilt(tmp_path, f"exact_states.ExactStates.{taken} = lambda *_: None")
+    imported, removed = "from sglang_sparse.attention.exact_states import ExactStates", f"ExactStates.{taken}"
+    environment = plugin(tmp_path, "spoilt", imported, f"{removed} = lambda *_: None")
     with serve(model, *FLAGS, config=RECTIFIED, env=environment) as server:
         differences = []
         for count in (90, 141, 200):
@@ -172,9 +166,10 @@ def test_qwen3_5_for_text_agrees_with_transformers(serve, tmp_path: Path, family
     """Its text requests have positions in three rows, all the same."""
     likely = by_transformers(random_hybrid(tmp_path, family))
     prompt, tokens = random_prompts(1, (300, 90), 1000)
-    with serve(tmp_path, *FLAGS, config=RESA, env=RETRACT) as server:
+    with serve(tmp_path, *FLAGS, config=RECTIFIED, env=RETRACT) as server:
         for options in ({"sparse": False}, {"active_ratio": 1.0}):
             assert off(forced(server, prompt, tokens, **options), likely(prompt, tokens)) < 1e-4
+        server.flush_cache()
         assert_prompts_are_shared(server, likely, (128, 150, 410), (64, 141, 38))
         assert_nothing_leaked(server)
 

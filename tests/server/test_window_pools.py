@@ -13,6 +13,7 @@ from server_requests import (
     cold,
     forced,
     off,
+    plugin,
     prompts_that_part,
     random_prompts,
     sparse_state,
@@ -66,17 +67,14 @@ def test_sinks_go_with_a_pool_for_windows(serve, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_without_the_kept_windows_follow_ups_are_wrong(serve, tmp_path: Path, mellum: Path, likely: Likely) -> None:
     """The control: rectification reads slots that SGLang has freed, or nothing behind the prompt is shared."""
-    (plugin := tmp_path / "forget-1.dist-info").mkdir()
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: forget\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nforget = forget:register\n")
-    (tmp_path / "forget.py").write_text(
-        "def register():\n"
-        "    from sglang_sparse.scheduler import exact_kv\n"
-        "    exact_kv.kept_from = lambda request, length: length\n"
+    forget = plugin(
+        tmp_path,
+        "forget",
+        "from sglang_sparse.scheduler import exact_kv",
+        "exact_kv.kept_from = lambda request, length: length",
     )
-
     differences, hits = [], []
-    with serve(mellum, *FLAGS, config=RESA, env={**AT_ONCE, "PYTHONPATH": str(tmp_path)}) as server:
+    with serve(mellum, *FLAGS, config=RESA, env={**AT_ONCE, **forget}) as server:
         for tokens in (90, 141, 200):
             (prompt,), (output,) = random_prompts(tokens, [300], 1000), random_prompts(tokens + 1, [tokens], 1000)
             forced(server, prompt, output)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def byte_tokenizer(path: Path, vocab_size: int) -> None:
-    """Save a byte-level BPE tokenizer of ``vocab_size`` tokens (300 to 4096), with a chat template, to ``path``."""
+def byte_tokenizer(path: Path, vocab_size: int, more: Sequence[str] = ()) -> Any:
+    """Save a byte-level BPE tokenizer of ``vocab_size`` tokens (300 to 4096), with a chat template, to ``path``.
+
+    The special tokens have the first ids: three, and ``more``. Returns the tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
@@ -31,6 +34,7 @@ def byte_tokenizer(path: Path, vocab_size: int) -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.save_pretrained(path)
+    return tokenizer
 
 
 def _save(path: Path, model: Any, vocab_size: int, extra: dict[str, Any]) -> Path:
@@ -154,7 +158,10 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: 
 
 
 def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
-    """Random float32 checkpoint with a vision tower of one layer: "Qwen3VL", with M-RoPE, or "Gemma3", with windows."""
+    """Random float32 checkpoint with a small vision tower.
+
+    "Qwen3VL" and "Qwen3VLMoe", with experts, have M-RoPE and a processor; "Gemma3" has windows.
+    """
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
@@ -162,25 +169,57 @@ def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     text = {**_sizes(6, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
     vision: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_attention_heads": 2}
-    if family == "Qwen3VL":
-        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}}
-        vision |= {"depth": 1, "out_hidden_size": 256, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    media: dict[str, int] = {}
+    if family != "Gemma3":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+        # Weights of experts of other sizes than the model's show which way round they are.
+        experts = {**_EXPERTS, "moe_intermediate_size": 64} if family == "Qwen3VLMoe" else {}
+        text |= {"rope_parameters": {**rope, "mrope_section": [8, 4, 4]}, **experts}
+        vision |= {"out_hidden_size": 256, "num_position_embeddings": 64}
+        # SGLang takes three layers of it whatever the config says, if the model has experts.
+        vision |= {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]}
+        media = {f"{name}_token_id": IMAGE + place for place, name in enumerate(_MEDIA)}
     else:
         text |= {"sliding_window": 64, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32}
         vision |= {"num_hidden_layers": 1, "image_size": 56, "patch_size": 14, "vision_use_head": False}
-    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **media
+    )
     _save(path, getattr(transformers, f"{family}ForConditionalGeneration")(config), 1024, {})
-    # As published checkpoints name what transformers 5 names otherwise.
+    if media:
+        _qwen3_vl_processor(path)
+    # As published checkpoints name and lay out what transformers 5 writes otherwise.
     names = {"vision_tower.": "vision_tower.vision_model."} if family == "Gemma3" else {}
     weights = load_file(file := path / "model.safetensors")
     for old, new in names.items():
         weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+    if family == "Qwen3VLMoe":
+        weights |= {name: of.mT.contiguous() for name, of in weights.items() if ".experts." in name}
     save_file(weights, file, {"format": "pt"})
     return path
 
 
-def by_transformers(folder: Path, **config: Any) -> Callable[[list[int], list[int]], list[float]]:
-    """What gives tokens behind a prompt their log-probabilities, in one pass; ``config`` overrides the checkpoint's."""
+# The ids of images and of the tokens before and behind them: the first ones behind the three of every tokenizer.
+IMAGE, VISION_START, VISION_END = 3, 5, 6
+_MEDIA = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+
+
+def _qwen3_vl_processor(path: Path) -> None:
+    """Save the tokenizer with tokens of media, and what turns images of at least 32 x 32 into patches of 16 x 16."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    tokenizer = byte_tokenizer(path, 1024, [f"<|{token}|>" for token in _MEDIA.values()])
+    sizes = {"patch_size": 16, "size": {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}}
+    images = Qwen2VLImageProcessor(**sizes)
+    videos = Qwen3VLVideoProcessor(**sizes)
+    Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(path)
+
+
+def by_transformers(folder: Path, image: Any = None, **config: Any) -> Callable[[list[int], list[int]], list[float]]:
+    """What gives tokens behind a prompt their log-probabilities, in one pass; ``config`` overrides the checkpoint's.
+
+    ``image``, of Pillow, is what a prompt shows at its token of an image.
+    """
     import torch
     import transformers
 
@@ -190,7 +229,14 @@ def by_transformers(folder: Path, **config: Any) -> Callable[[list[int], list[in
 
     @torch.inference_mode()
     def likely(prompt: list[int], tokens: list[int]) -> list[float]:
-        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        shown: dict[str, Any] = {}
+        if image is not None and IMAGE in prompt:
+            images = transformers.AutoProcessor.from_pretrained(folder).image_processor
+            shown, at = dict(images(images=[image], return_tensors="pt")), prompt.index(IMAGE)
+            patches = int(shown["image_grid_thw"].prod()) // images.merge_size**2
+            prompt = [*prompt[:at], *[IMAGE] * patches, *prompt[at + 1 :]]
+            shown["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt + tokens]])
+        logits = model(input_ids=torch.tensor([prompt + tokens]), **shown).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
     return likely

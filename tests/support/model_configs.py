@@ -114,6 +114,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
         "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 256, "num_heads": 2},
     },
+    "towers": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **_SIZES,
+            "model_type": "qwen3_vl_text",
+            "head_dim": 64,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [16, 8, 8], "mrope_interleaved": True},
+        },
+        "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 256},
+    },
     "positions_alone": {
         **_SIZES,
         "architectures": ["Qwen2VLForConditionalGeneration"],

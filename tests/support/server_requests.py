@@ -19,6 +19,15 @@ from launch.server import ServerProcess
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
 
+def plugin(folder: Path, name: str, *body: str) -> dict[str, str]:
+    """Write a plugin of SGLang that changes a server; returns the variables that have a server load it."""
+    (about := folder / f"{name}-1.dist-info").mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    (folder / f"{name}.py").write_text("\n    ".join(["def register():", *body]) + "\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 def ask(
     server: ServerProcess,
     prompt: list[int],

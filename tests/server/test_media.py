@@ -1,0 +1,222 @@
+"""Models that are served with their towers: tiny Qwen3-VL against transformers, with texts and images."""
+
+import base64
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import IMAGE, VISION_END, VISION_START, by_transformers, random_vision_language
+from PIL import Image
+from server_requests import (
+    RETRACT,
+    assert_agrees,
+    assert_exact,
+    assert_nothing_leaked,
+    forced,
+    logprobs,
+    off,
+    plugin,
+    random_prompts,
+    sparse_state,
+    spent,
+)
+
+PAGE, INTERVAL = 16, 16
+FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
+RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
+Likely = Callable[[list[int], list[int]], list[float]]
+# And the tokens that are to be generated behind it.
+Prompt = tuple[list[int], list[int]]
+# Of 4 x 3 tokens, which M-RoPE counts as 4.
+FIRST = Image.radial_gradient("L").resize((128, 96)).convert("RGB")
+SECOND = FIRST.transpose(Image.Transpose.ROTATE_180).point(lambda value: value // 2)
+MORE = 4 * 3 - 1
+
+
+class Showing:
+    """A server that is sent an image with each prompt that has a token for it."""
+
+    def __init__(self, server: Any, image: Image.Image = FIRST) -> None:
+        self.server, file = server, io.BytesIO()
+        image.save(file, "PNG")
+        self.image = base64.b64encode(file.getvalue()).decode()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.server, name)
+
+    def generate(self, **asked: Any) -> dict[str, Any]:
+        shown = {"image_data": self.image} if IMAGE in asked["input_ids"] else {}
+        return self.server.generate(**asked, **shown)
+
+
+def with_image(prompt: list[int], at: int = 100) -> list[int]:
+    return [*prompt[:at], VISION_START, IMAGE, VISION_END, *prompt[at:]]
+
+
+def drawn(seed: int, tokens: int, prompt: int = 300) -> Prompt:
+    """A prompt without an image, and tokens behind it."""
+    found, output = random_prompts(seed, [prompt, tokens], 1000)
+    return found, output
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_vision_language(tmp_path_factory.mktemp("qwen3_vl"), "Qwen3VL")
+
+
+@pytest.fixture(scope="module")
+def likely(model: Path) -> Likely:
+    return by_transformers(model, FIRST)
+
+
+@pytest.fixture(scope="module")
+def server(serve, model: Path) -> Iterator[Showing]:
+    with serve(model, *FLAGS, config={**RESA, "check_exactness": True}) as server:
+        yield Showing(server)
+
+
+@pytest.mark.parametrize("tokens", [90, 141])
+def test_texts_agree_with_transformers(server: Showing, likely: Likely, tokens: int) -> None:
+    assert_agrees(server, likely, *drawn(tokens, tokens), INTERVAL + PAGE)
+    assert_exact(server)
+
+
+@pytest.mark.parametrize("tokens", [90, 141, 200])
+def test_answers_behind_an_image_agree_with_transformers(server: Showing, likely: Likely, tokens: int) -> None:
+    prompt, output = drawn(tokens, tokens)
+    assert_agrees(server, likely, with_image(prompt), output, INTERVAL + PAGE - MORE)
+    assert_exact(server)
+    assert "pages of images and behind them are not recomputed" in server.log()
+
+
+def test_another_image_at_the_same_place_shares_what_is_before_it(server: Showing, model: Path) -> None:
+    prompt, output = drawn(5, 40)
+    server.flush_cache()
+    for image in (FIRST, SECOND):
+        answer = forced(Showing(server.server, image), with_image(prompt), output, sparse=False)
+        assert answer["meta_info"]["cached_tokens"] == (0 if image is FIRST else 100 // PAGE * PAGE)
+        assert off(answer, by_transformers(model, image)(with_image(prompt), output)) < 1e-4
+
+
+def together(server: Showing, asked: list[tuple[Prompt, dict[str, Any]]]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return [*pool.map(lambda one: forced(server, *one[0], **one[1]), asked)]
+
+
+def assert_images_decode_as_if_alone(server: Showing) -> None:
+    """Texts are rectified every few steps; in these steps the image decodes in a pass of the other rows."""
+    image = with_image((found := drawn(1, 100))[0]), found[1]
+    alone = forced(server, *image, rectify_interval=0)
+    server.flush_cache()
+    before = sparse_state(server)
+    texts = [(drawn(seed, 120), {"rectify_interval": 4}) for seed in range(2, 5)]
+    found = together(server, [(image, {"rectify_interval": 0}), *texts])
+    assert spent(server, before)["second_passes"] > 10
+    assert off(found[0], logprobs(alone)) < 1e-4
+
+
+def assert_follow_ups_agree(server: Showing, likely: Likely) -> list[dict[str, Any]]:
+    """Texts and images are rectified together, in passes that several share; returns the answers before."""
+    asked = [drawn(seed, 60 + 7 * seed, 150 + 30 * seed) for seed in range(6)]
+    asked = [(with_image(prompt, 40) if seed % 2 else prompt, output) for seed, (prompt, output) in enumerate(asked)]
+    server.flush_cache()
+    answers = together(server, [(one, {}) for one in asked])
+    for prompt, output in asked:
+        follow_up, last = [*prompt, *output, *range(20, 29)], output[:20]
+        answer = forced(server, follow_up, last, sparse=False)
+        assert answer["meta_info"]["cached_tokens"] > len(prompt) + len(output) - INTERVAL - PAGE
+        assert off(answer, likely(follow_up, last)) < 1e-4
+    return answers
+
+
+def test_texts_and_images_share_steps_and_rectifying_passes(server: Showing, likely: Likely) -> None:
+    assert_images_decode_as_if_alone(server)
+    assert_follow_ups_agree(server, likely)
+    assert_nothing_leaked(server)
+
+
+def test_retracted_requests_and_those_made_exact_at_their_end_agree(serve, model: Path, likely: Likely) -> None:
+    """SGLang has forgotten the images of a request when its tail is encoded again."""
+    with serve(model, *FLAGS, config={**RESA, "rectify_on_finish": True}, env=RETRACT) as server:
+        before = sparse_state(server)
+        answers = assert_follow_ups_agree(Showing(server), likely)
+        assert any(answer["meta_info"]["num_retractions"] for answer in answers[1::2])
+        assert spent(server, before)["finish_tokens_rectified"] > 0
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--disable-overlap-schedule",), ("--disable-radix-cache",)])
+def test_other_servers_agree(serve, model: Path, likely: Likely, flags: tuple[str, ...]) -> None:
+    prompt, output = with_image((found := drawn(1, 90))[0]), found[1]
+    with serve(model, *FLAGS, *flags, config=RESA) as server:
+        if "--disable-radix-cache" in flags:
+            assert off(forced(Showing(server), prompt, output, active_ratio=1.0), likely(prompt, output)) < 1e-4
+        else:
+            assert_agrees(Showing(server), likely, prompt, output, INTERVAL + PAGE - MORE)
+        assert_images_decode_as_if_alone(Showing(server))
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [
+        ("rocketkv", {"prompt_budget": 10240, "topk": 10240}),
+        ("rocketkv", {"prompt_budget": 10240, "topk": 10240, "eviction": "compact"}),
+        ("skip_softmax", {"threshold_scale_factor": 0}),
+    ],
+)
+def test_other_methods_that_leave_nothing_out_agree(
+    serve, model: Path, likely: Likely, method: str, config: dict[str, Any]
+) -> None:
+    config = {**config, "rectify_interval": 0, "dense_fallback": "never"}
+    prompt, output = drawn(6, 90)
+    with serve(model, *FLAGS, method=method, config=config) as server:
+        before = sparse_state(server)
+        for asked in (prompt, with_image(prompt), with_image(prompt, 290)):
+            assert off(forced(Showing(server), asked, output), likely(asked, output)) < 1e-4
+        assert spent(server, before)["sparse_layer_rows"] > 0
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+def test_experts_agree(serve, tmp_path: Path) -> None:
+    likely = by_transformers(random_vision_language(tmp_path, "Qwen3VLMoe"), FIRST)
+    prompt, output = drawn(7, 90)
+    with serve(tmp_path, *FLAGS, config=RESA) as server:
+        for asked in (prompt, with_image(prompt)):
+            assert_agrees(Showing(server), likely, asked, output, INTERVAL + PAGE)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+def test_without_the_positions_behind_images_follow_ups_are_wrong(
+    serve, tmp_path: Path, model: Path, likely: Likely
+) -> None:
+    forget = "partial_batch.position_shift = lambda request: 0"
+    environment = plugin(tmp_path, "forget", "from sglang_sparse.scheduler import partial_batch", forget)
+    with serve(model, *FLAGS, config=RESA, env=environment) as server:
+        assert_agrees(server, likely, *drawn(1, 90), INTERVAL + PAGE)
+        prompt, output = drawn(2, 90)
+        with pytest.raises(AssertionError):
+            assert_agrees(Showing(server), likely, with_image(prompt), output, INTERVAL + PAGE - MORE)
+
+
+@pytest.mark.long
+def test_without_their_images_rows_decode_elsewhere(serve, tmp_path: Path, model: Path) -> None:
+    environment = plugin(
+        tmp_path,
+        "forget",
+        "from sglang_sparse.scheduler import rectification",
+        "kept = rectification.decode_view",
+        "def forget(batch, rows):",
+        "    (view := kept(batch, rows)).multimodal_inputs = [None] * len(rows)",
+        "    return view",
+        "rectification.decode_view = forget",
+    )
+    with serve(model, *FLAGS, config=RESA, env=environment) as server, pytest.raises(AssertionError):
+        assert_images_decode_as_if_alone(Showing(server))
