@@ -78,13 +78,12 @@ def server(serve, model: Path) -> Iterator[Showing]:
         yield Showing(server)
 
 
-@pytest.mark.parametrize("tokens", [90, 141])
-def test_texts_agree_with_transformers(server: Showing, likely: Likely, tokens: int) -> None:
-    assert_agrees(server, likely, *drawn(tokens, tokens), INTERVAL + PAGE)
+def test_texts_agree_with_transformers(server: Showing, likely: Likely) -> None:
+    assert_agrees(server, likely, *drawn(90, 90), INTERVAL + PAGE)
     assert_exact(server)
 
 
-@pytest.mark.parametrize("tokens", [90, 141, 200])
+@pytest.mark.parametrize("tokens", [141, *(pytest.param(count, marks=pytest.mark.long) for count in (90, 200))])
 def test_answers_behind_an_image_agree_with_transformers(server: Showing, likely: Likely, tokens: int) -> None:
     prompt, output = drawn(tokens, tokens)
     assert_agrees(server, likely, with_image(prompt), output, INTERVAL + PAGE - MORE)
