@@ -41,6 +41,7 @@ def decode_batch() -> Any:
         req_pool_indices=torch.arange(3),
         out_cache_loc=torch.arange(3),
         input_ids=torch.arange(3),
+        mamba_track_mask_cpu=None,
         multimodal_inputs=[one.multimodal_inputs for one in requests],
     )
 
