@@ -146,7 +146,9 @@ def test_rectified_answers_are_shared_up_to_their_last_state(
         assert_nothing_leaked(server)
 
 
-@pytest.mark.parametrize("taken", ["restore", "store", "save"])
+@pytest.mark.parametrize(
+    "taken", ["restore", *(pytest.param(name, marks=pytest.mark.long) for name in ("store", "save"))]
+)
 def test_without_a_copy_follow_ups_are_wrong(serve, tmp_path: Path, model: Path, likely: Likely, taken: str) -> None:
     """The control: rectification that goes on from other states, or stores none."""
     imported, removed = "from sglang_sparse.attention.exact_states import ExactStates", f"ExactStates.{taken}"
@@ -161,7 +163,7 @@ def test_without_a_copy_follow_ups_are_wrong(serve, tmp_path: Path, model: Path,
         assert max(differences) > 1e-3, differences
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+@pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.long)])
 def test_qwen3_5_for_text_agrees_with_transformers(serve, tmp_path: Path, family: str) -> None:
     """Its text requests have positions in three rows, all the same."""
     likely = by_transformers(random_hybrid(tmp_path, family))

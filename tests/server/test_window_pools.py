@@ -46,7 +46,7 @@ def server(serve, mellum: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.mark.parametrize("tokens", [90, 141, 200])
+@pytest.mark.parametrize("tokens", [141, *(pytest.param(count, marks=pytest.mark.long) for count in (90, 200))])
 def test_follow_ups_hit_generated_tokens_and_agree(server: ServerProcess, likely: Likely, tokens: int) -> None:
     assert "Use sliding window memory pool" in server.log() and sparse_state(server)["config"]["layers"] == "2,5"
     (prompt,), (output,) = random_prompts(tokens, [300], 1000), random_prompts(tokens + 1, [tokens], 1000)
