@@ -1,5 +1,6 @@
 """The buffers beside the KV pool: which pages a pass touches, what is charged, and that a summary is its page's."""
 
+import inspect
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -89,7 +90,8 @@ def test_two_pools_are_charged_by_tokens_of_the_full_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(memory, "model_shape", lambda *_: SHAPE)
     monkeypatch.setattr(memory, "shares_selection", lambda *_: False)
     kvc: Any = SimpleNamespace(server_args=None, is_draft_worker=False, model_config=None, kv_cache_dtype=None)
-    alone = HybridSWAPoolConfigurator._full_cell_bytes
+    # Another test may have hooked it.
+    alone = inspect.unwrap(HybridSWAPoolConfigurator._full_cell_bytes)
     charged = lambda self: memory.charge_full_pool(alone(self), self)  # noqa: E731
     monkeypatch.setattr(HybridSWAPoolConfigurator, "_full_cell_bytes", charged)
     sizes = {"_full_per_token": 256, "_swa_per_token": 128, "_full_layers_num": 2, "_swa_layers_num": 2}
