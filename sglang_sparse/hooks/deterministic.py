@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks.flag_predicates import require_none
+from sglang_sparse.hooks.flag_predicates import other_than, require_none
 from sglang_sparse.methods.roles import prompt_selectors
 from sglang_sparse.methods.support import FlagLimit
 
@@ -54,7 +54,7 @@ DETERMINISTIC_LIMITS = (
     ),
     FlagLimit(
         "--disaggregation-mode",
-        lambda args: mode if (mode := args.disaggregation_mode) != "null" else None,
+        other_than("disaggregation_mode", "null"),
         "not proven yet; allowed: null",
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
-from sglang_sparse.hooks.flag_predicates import above_one, given, require_none, uses_dp_attention
+from sglang_sparse.hooks.flag_predicates import above_one, given, other_than, require_none, uses_dp_attention
 from sglang_sparse.hooks.model_limits import TEXT_ALONE, has_towers
 from sglang_sparse.methods.support import FlagLimit
 
@@ -31,7 +31,7 @@ MEDIA_LIMITS = (
     FlagLimit("speculative decoding", given("speculative_algorithm"), _unproven("leave out --speculative-algorithm")),
     FlagLimit(
         "--disaggregation-mode",
-        lambda args: None if (mode := args.disaggregation_mode) == "null" else mode,
+        other_than("disaggregation_mode", "null"),
         f"prompts with media from another server are not proven yet; allowed: null, or {TEXT_ALONE}",
     ),
     FlagLimit(

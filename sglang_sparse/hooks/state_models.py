@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.flag_predicates import above_one, given, uses_dp_attention
+from sglang_sparse.hooks.flag_predicates import above_one, given, other_than, uses_dp_attention
 from sglang_sparse.hooks.media_models import NO_PREFILL
 from sglang_sparse.hooks.model_limits import has_towers, state_layers
 from sglang_sparse.methods.config import RectifyConfig
@@ -61,7 +61,7 @@ STATE_LIMITS = (
     ),
     FlagLimit(
         "--disaggregation-mode",
-        lambda args: None if (mode := args.disaggregation_mode) == "null" else mode,
+        other_than("disaggregation_mode", "null"),
         "states that another server sends are not proven yet; allowed: null",
     ),
     FlagLimit(

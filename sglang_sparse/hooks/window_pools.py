@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks.flag_predicates import above_one, environment, given, require_none, uses_dp_attention
+from sglang_sparse.hooks.flag_predicates import (
+    above_one,
+    environment,
+    given,
+    other_than,
+    require_none,
+    uses_dp_attention,
+)
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ WINDOW_POOL_LIMITS = (
     ),
     FlagLimit(
         "--disaggregation-mode",
-        lambda args: None if (mode := args.disaggregation_mode) == "null" else mode,
+        other_than("disaggregation_mode", "null"),
         f"windows that another server sends are not proven yet; allowed: null, or {_ONE_POOL}",
     ),
     FlagLimit(
