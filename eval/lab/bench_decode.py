@@ -186,8 +186,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         arms = make_arms(args, server.vocabulary_size(args.vocab), facts["sparse"] is not None)
         with Record(args.out, COMMAND, args.revision, **header) as record:
             for arm in (arm for arm in arms if arm.name.startswith("dense")):
-                fill = [request_of(prompt, 1, arm.params) for prompt in arm.prompts]
-                server.each(generate, fill, f"prefill of {arm.name}")
+                # One by one: beside others a prompt's chunks end elsewhere, and there recurrent states are cached.
+                for prompt in tqdm(arm.prompts, desc=f"prefill of {arm.name}"):
+                    server.each(generate, [request_of(prompt, 1, arm.params)])
             # What an arm compiles or allocates at its first use is no part of any round.
             for arm in tqdm(arms, desc="warm-up"):
                 run_arm(server, arm, 2 * args.interval + 2, facts["page_size"])

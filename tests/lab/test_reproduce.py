@@ -171,7 +171,7 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
             assert args.batch <= limit["--max-running-requests"]
             if command.module == "eval.lab.bench_decode":
                 # A name says what is measured, and goals go by it.
-                assert f"-{args.batch}x{short_length(args.context)}" in args.shape
+                assert f"-{args.batch}x{short_length(args.context // 1024 * 1024)}" in args.shape
                 assert args.shape.startswith(leg.server.model)
                 assert ("fp8-r.05" in args.shape) == (config.get("active_ratio") == 0.05)
                 assert config.get("rectify_interval", 32) == args.interval
