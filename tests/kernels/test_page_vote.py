@@ -15,7 +15,7 @@ from sglang_sparse_kernels.page_vote import cuda, page_vote, reference, scratch_
 from sglang_sparse_kernels.page_vote.cases import BF16, CASES, FP8, FP16, Case, make
 
 # Dimension, group, centroids, type of the queries.
-KINDS = [(128, 4, 6, BF16), (64, 7, 6, BF16), (64, 1, 1, FP16), (128, 8, 8, FP16)]
+KINDS = [(128, 4, 6, BF16), (64, 7, 6, BF16), (64, 1, 1, FP16), (128, 8, 8, FP16), (256, 8, 6, BF16)]
 on_cpu = emulated((cuda.SOURCE, "page_vote", cuda.defines(*kind)) for kind in KINDS)
 emulation = pytest.mark.usefixtures("on_cpu")
 

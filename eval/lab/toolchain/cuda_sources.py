@@ -72,7 +72,7 @@ def _page_score(_: Properties) -> Iterator[Build]:
 
 
 def _page_vote(_: Properties) -> Iterator[Build]:
-    for dim, group in ((64, 7), (128, 4), (128, 8)):
+    for dim, group in ((64, 7), (128, 4), (128, 8), (256, 8)):
         for count in (1, 2, 6, 8):
             yield Build(page_vote.SOURCE, page_vote.defines(dim, group, count, BF16), (BF16, FLOAT8))
     yield Build(page_vote.SOURCE, page_vote.defines(128, 4, 6, torch.float16), (torch.float16, FLOAT8))

@@ -30,6 +30,7 @@ CASES = [
     Case((8, 80), 2, 3, 90, FP32, FP32, centroids=0),
     Case((4096, 1, 3000, 0, 2049, 4095, 64, 4000), 8, 4, 128, BF16, BF16, width=70000, gpu_only=True),
     Case((8192,), 8, 4, 128, BF16, BF16, gpu_only=True),
+    Case((4096, 1000), 2, 8, 256, BF16, BF16, gpu_only=True),
     Case((4096, 1000), 4, 7, 128, BF16, BF16, gpu_only=True, centroids=0),
 ]
 

@@ -1,8 +1,8 @@
 // Votes by centroids on tensor cores: see cuda.py for the method and the launch.
 //
-// Compile-time: DIM (64 or 128), GROUP (query heads of a KV head, at most 8), COUNT (centroids of a page), RECORD (bytes of
-// a page's record), QUERY (of the queries: BFLOAT16 or FLOAT16), RESIDENT (blocks that a multiprocessor is to run at once), DEPTH (pieces of a warp that
-// are on their way).
+// Compile-time: DIM (64, 128 or 256), GROUP (query heads of a KV head, at most 8), COUNT (centroids of a page), RECORD
+// (bytes of a page's record), QUERY (of the queries: BFLOAT16 or FLOAT16), RESIDENT (blocks that a multiprocessor is to
+// run at once), DEPTH (pieces of a warp that are on their way).
 //
 // A warp takes 16 pages at a time, the rows of its products; the query heads are the columns. Records come by copies to
 // shared memory: loads into registers take room in L1 while they are on their way, of which the attention before this
@@ -135,12 +135,15 @@ __device__ void copy_records(unsigned char (&target)[PAGES][RECORD], const unsig
 
 // A lane's words in half of the first centroid, or in another one.
 __device__ void take(const unsigned char* place, unsigned (&words)[WORDS]) {
-#if DIM == 128
-    uint4 loaded = *(const uint4*)place;
-    words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
-#else
+#if DIM == 64
     uint2 loaded = *(const uint2*)place;
     words[0] = loaded.x, words[1] = loaded.y;
+#else
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) {
+        uint4 loaded = *(const uint4*)(place + 4 * i);
+        words[i] = loaded.x, words[i + 1] = loaded.y, words[i + 2] = loaded.z, words[i + 3] = loaded.w;
+    }
 #endif
 }
 

@@ -16,11 +16,12 @@ from ..block_mass.cuda import float_bits
 from ..common import nvrtc
 from ..common.launch import LOG2_E, capability, num_processors, planned_rows
 from ..page_centroids import count_of, record_bytes
-from ..page_score.cuda import DIMS, KINDS, WARPS, blocks_of
+from ..page_score.cuda import KINDS, WARPS, blocks_of
 from ..page_topk import cuda as topk
 from . import rows_at_once
 
 SOURCE = Path(__file__).with_name("cuda.cu")
+DIMS = (64, 128, 256)
 # Pages that a warp takes at a time.
 PAGES = 16
 # Query heads of a KV head: the columns of a product.
