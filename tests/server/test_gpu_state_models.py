@@ -10,6 +10,8 @@ from server_requests import ask_all, assert_nothing_leaked, forced, logprobs, ra
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.2", "--max-total-tokens", "65536")
 FLAGS += ("--cuda-graph-max-bs-decode", "4", "--max-running-requests", "8")
+# FlashInfer's kernels of states are compiled for minutes.
+FLAGS += ("--linear-attn-prefill-backend", "triton")
 RESA = {"active_ratio": 1.0, "dense_fallback": "never", "rectify_interval": 16}
 # A state is stored at its multiples.
 GRID = 256

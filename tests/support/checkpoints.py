@@ -107,7 +107,7 @@ def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **
     model = getattr(transformers, f"{family}ForCausalLM")(text(**_sizes(6, 1024) | own | _OF_FAMILY[family] | config))
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):
-            parameter.data.copy_(torch.randn(8).add(4).bfloat16())
+            parameter.data.copy_(torch.randn_like(parameter).add(4).bfloat16())
     return _save(path, model, 1024, {})
 
 

@@ -26,9 +26,7 @@ DIMS = (64, 128, 256)
 PAGES = 16
 # Query heads of a KV head: the columns of a product.
 MOST_HEADS = 8
-# Blocks of a multiprocessor; one where it has but 100 KB of shared memory.
-RESIDENT = 2
-# Of such a block, in bytes: two fit a multiprocessor of Hopper, and one of Ada.
+# Of a block, in bytes: two fit a multiprocessor of Hopper, and one of Ada.
 _SHARED_BYTES = 98304
 
 
@@ -50,7 +48,7 @@ def selects(q: torch.Tensor, summary: torch.Tensor, scores: torch.Tensor) -> boo
 def defines(dim: int, group: int, count: int, query: torch.dtype) -> dict[str, int]:
     """What the source is compiled with."""
     sizes = {"DIM": dim, "GROUP": group, "COUNT": count, "RECORD": record_bytes(count, dim)}
-    return {**sizes, "QUERY": KINDS[query], "RESIDENT": RESIDENT, "DEPTH": _depth(dim, count)}
+    return {**sizes, "QUERY": KINDS[query], "RESIDENT": _resident(dim), "DEPTH": _depth(dim, count)}
 
 
 def _depth(dim: int, count: int) -> int:
@@ -58,9 +56,14 @@ def _depth(dim: int, count: int) -> int:
     return min(3, _SHARED_BYTES // (WARPS * PAGES * record_bytes(count, dim)))
 
 
-def parts_of(device: torch.device, width: int, rows: int) -> int:
+def _resident(dim: int) -> int:
+    """Blocks of a multiprocessor, as many as its registers hold; fewer run where shared memory is short."""
+    return 4 if dim == 64 else 2
+
+
+def parts_of(device: torch.device, dim: int, width: int, rows: int) -> int:
     """Warps that share a row of ``width`` pages, where ``rows`` pairs of a row and a KV head are asked about."""
-    return WARPS * blocks_of(width, rows, RESIDENT * num_processors(device))
+    return WARPS * blocks_of(width, rows, _resident(dim) * num_processors(device))
 
 
 def shared_bytes(dim: int, count: int) -> int:
@@ -76,7 +79,7 @@ def _kernel(device: torch.device, dim: int, group: int, count: int, query: torch
 
 def scratch(q: torch.Tensor, summary: torch.Tensor, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Empty logits and parts of ``rows`` rows of ``width`` pages, see `leave_logits`."""
-    blocks = parts_of(q.device, width, planned_rows(rows) * summary.shape[1])
+    blocks = parts_of(q.device, q.shape[2], width, planned_rows(rows) * summary.shape[1])
     options = {"dtype": torch.float32, "device": q.device}
     return torch.empty(rows, q.shape[1], width, **options), torch.empty(rows, q.shape[1], blocks, 2, **options)
 
