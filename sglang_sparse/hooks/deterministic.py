@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks.flag_predicates import other_than, require_none
+from sglang_sparse.hooks.flag_predicates import require_none, uses_dp_attention
 from sglang_sparse.methods.roles import prompt_selectors
-from sglang_sparse.methods.support import FlagLimit
+from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -24,17 +24,17 @@ _OTHER_RANKS = "a rank runs passes for the rows of others"
 DETERMINISTIC_LIMITS = (
     FlagLimit(
         "--speculative-algorithm",
-        lambda args: args.speculative_algorithm,
+        given("speculative_algorithm"),
         "the tokens of a pass depend on the drafts that were accepted before; not proven yet, leave it out",
     ),
     FlagLimit(
         "LoRA",
-        lambda args: args.enable_lora or args.lora_paths or None,
+        given("enable_lora", "lora_paths"),
         "SGLang chooses kernels of adapters by the tokens of a pass; leave out --enable-lora and --lora-paths",
     ),
     FlagLimit(
         "mixed chunk",
-        lambda args: args.enable_mixed_chunk or None,
+        given("enable_mixed_chunk"),
         "a row decodes in another pass where a prompt runs along; leave out --enable-mixed-chunk",
     ),
     FlagLimit(
@@ -42,21 +42,9 @@ DETERMINISTIC_LIMITS = (
         lambda args: (args.enable_priority_scheduling and not args.disable_priority_preemption) or None,
         "a preempted request is prefilled again, which makes its sparse KV exact; add --disable-priority-preemption",
     ),
-    FlagLimit(
-        "data-parallel attention",
-        lambda args: args.enable_dp_attention or None,
-        f"{_OTHER_RANKS}; leave out --enable-dp-attention",
-    ),
-    FlagLimit(
-        "pipeline parallelism",
-        lambda args: args.pp_size if (args.pp_size or 1) > 1 else None,
-        "not proven yet; allowed: --pp-size 1",
-    ),
-    FlagLimit(
-        "--disaggregation-mode",
-        other_than("disaggregation_mode", "null"),
-        "not proven yet; allowed: null",
-    ),
+    FlagLimit("data-parallel attention", uses_dp_attention, f"{_OTHER_RANKS}; leave out --enable-dp-attention"),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), "not proven yet; allowed: --pp-size 1"),
+    FlagLimit("--disaggregation-mode", other_than("disaggregation_mode", "null"), "not proven yet; allowed: null"),
 )
 
 

@@ -5,34 +5,18 @@ A judge returns None where nothing of its kind is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import DRAFTERS, drafts_itself
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.methods.support import FlagLimit
+from sglang_sparse.methods.support import FlagLimit, Judge, above_one
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
 
-Judge = Callable[["Arguments"], object | None]
 # What SGLang's own kernels of DSA do not serve either.
 _NEVER = {"KV cache dtype"}
-
-
-def given(*fields: str) -> Judge:
-    """Return what finds the first of some fields that is set."""
-    return lambda args: next((value for field in fields if (value := getattr(args, field))), None)
-
-
-def other_than(field: str, served: object) -> Judge:
-    """Return what finds a value other than the one that is served."""
-    return lambda args: None if getattr(args, field) == served else getattr(args, field)
-
-
-def above_one(field: str) -> Judge:
-    """Return what finds a number above 1."""
-    return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
 def lossless(args: Arguments) -> str | None:

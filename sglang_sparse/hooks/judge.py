@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.machine import Gpu
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks import deterministic, dsa_flags, media_models, refusals, window_pools
+from sglang_sparse.hooks import deterministic, dsa_flags, refusals
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -60,16 +60,12 @@ def judge_model(args: Arguments, settings: Settings, gpu: Gpu = None, stand_in: 
         The methods, see ``dsa_flags.give_way``.
 
     Raises:
-        SparseArgumentError: see ``refusals.require_model``, ``require`` of ``window_pools`` and ``media_models``, and
-            ``dsa_flags.choose_kernels``.
+        SparseArgumentError: see ``refusals.require_model`` and ``dsa_flags.choose_kernels``.
     """
 
     def judge(own: Settings) -> Settings:
         if own.passes_through:
             return own
-        own = refusals.require_model(args, own, stand_in)
-        window_pools.require(args, own)
-        media_models.require(args, own)
-        return dsa_flags.choose_kernels(args, own, gpu)
+        return dsa_flags.choose_kernels(args, refusals.require_model(args, own, stand_in), gpu)
 
     return dsa_flags.give_way(settings, judge, gpu)

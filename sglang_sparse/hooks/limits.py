@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import CHAINS, DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF
 from sglang_sparse.hooks.flag_predicates import (
-    above_one,
     drafter,
     drafting,
     environment,
-    given,
     is_decode_server,
     lossless,
-    other_than,
     uses_dp_attention,
     without_tree,
 )
-from sglang_sparse.methods.support import FlagLimit
+from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments

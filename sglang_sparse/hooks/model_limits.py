@@ -1,10 +1,14 @@
-"""The table of the kinds of models that a sparse server refuses, with reasons."""
+"""The table of the kinds of models that a sparse server refuses, with reasons; and what others are served without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from sglang_sparse.config.arguments import deterministic
+from sglang_sparse.hooks.flag_predicates import uses_dp_attention
+from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import ModelConfig
@@ -25,6 +29,43 @@ class ModelLimit:
     applies: Callable[[ModelConfig], bool]
     reason: str
     own_selection: bool = False
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model that methods serve without some flags and fields.
+
+    Attributes:
+        name: the kind.
+        applies: whether SGLang's ``ModelConfig`` is of this kind.
+        limits: the flags.
+        fields: the fields of configs that must be false, with reasons.
+        no_prefill: why no prefill method serves it; empty where some do.
+    """
+
+    name: str
+    applies: Callable[[ModelConfig], bool]
+    limits: tuple[FlagLimit, ...]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    no_prefill: str = ""
+
+
+def unproven(other: str = "") -> tuple[FlagLimit, ...]:
+    """Return limits of the flags that no kind of model has been proven with; ``other`` ends each: what else to type."""
+    cures = (
+        ("speculative decoding", given("speculative_algorithm"), "leave out --speculative-algorithm"),
+        ("--disaggregation-mode", other_than("disaggregation_mode", "null"), "allowed: null"),
+        ("pipeline parallelism", above_one("pp_size"), "allowed: --pp-size 1"),
+        ("data-parallel attention", uses_dp_attention, "leave out --enable-dp-attention"),
+        ("hierarchical cache", given("enable_hierarchical_cache"), "leave out --enable-hierarchical-cache"),
+        ("streaming sessions", given("enable_streaming_session"), "leave out --enable-streaming-session"),
+        (
+            "deterministic inference",
+            lambda args: deterministic(args) or None,
+            "leave out --enable-deterministic-inference",
+        ),
+    )
+    return tuple(FlagLimit(name, got, f"not proven yet; {cure}{other}") for name, got, cure in cures)
 
 
 # Those of models whose layers with recurrent states stay dense.

@@ -29,8 +29,8 @@ from sglang_sparse.hooks.limits import (
     VERIFY_LIMITS,
     dense_backends,
 )
+from sglang_sparse.hooks.model_kinds import refuse_prefill, require_kinds
 from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit, state_layers
-from sglang_sparse.hooks.state_models import WHERE, limits_of, refuse_prefill, refuse_states
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups
@@ -250,7 +250,7 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
             raise SparseArgumentError(message, field="--attention-backend", got=name, allowed=allowed)
     if settings.passes_through:
         return
-    require_none(args, limits_of(model_config), f"{settings.flag} {WHERE} cannot run with")
+    require_kinds(args, settings, model_config)
     _require_unpenalised(args)
     _require_verifier(args, gpu)
     _require_verified(args, settings)
@@ -352,8 +352,7 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
     _require_fit(settings.flag, model, "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds))
     settings = fit_layers(settings, model)
-    refuse_states(settings, model)
-    require_none(args, limits_of(model), f"{settings.flag} {WHERE} cannot run with")
+    require_kinds(args, settings, model)
     weightless = stand_in or args.load_format == "dummy"
     _require_fit(settings.flag, model, settings.decode.refuse(model))
     if not stand_in:

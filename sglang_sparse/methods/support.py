@@ -91,6 +91,10 @@ class ModelConfig(Architecture, Protocol):
     revision: str | None
 
 
+# What a server's arguments ask for of some kind; None where they do not.
+Judge = Callable[[Any], object | None]
+
+
 @dataclass(frozen=True)
 class FlagLimit:
     """A server flag that sparsity does not serve.
@@ -102,8 +106,23 @@ class FlagLimit:
     """
 
     name: str
-    got: Callable[[Any], object | None]
+    got: Judge
     reason: str
+
+
+def given(*fields: str) -> Judge:
+    """Return what finds the first of some fields that is set."""
+    return lambda args: next((value for field in fields if (value := getattr(args, field))), None)
+
+
+def other_than(field: str, served: object) -> Judge:
+    """Return what finds a value other than the one that is served."""
+    return lambda args: None if getattr(args, field) == served else getattr(args, field)
+
+
+def above_one(field: str) -> Judge:
+    """Return what finds a number above 1."""
+    return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:

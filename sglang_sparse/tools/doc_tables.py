@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_sparse.config.arguments import SPARSE_SELF
-from sglang_sparse.hooks import deterministic, limits, media_models, model_limits, refusals, state_models, window_pools
+from sglang_sparse.hooks import deterministic, limits, model_limits, refusals
+from sglang_sparse.hooks.model_kinds import MODEL_KINDS
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.support import KINDS, FlagLimit
@@ -207,16 +208,9 @@ def _of_tables() -> Iterator[Refused]:
         ("", [method for method in decoding if not _decode_class(method).verifies], limits.DECODE_LIMITS),
         ("", [method for method in decoding if _decode_class(method).verifies], limits.VERIFY_LIMITS),
         ("deterministic inference with ", asked, deterministic.DETERMINISTIC_LIMITS),
-        (
-            "a model with recurrent states with ",
-            [method for method in plain if not method.prefill],
-            state_models.STATE_LIMITS,
-        ),
-        ("a model with a KV pool for its windows with ", plain, window_pools.WINDOW_POOL_LIMITS),
-        (
-            "a model with towers for media with ",
-            [method for method in plain if not method.prefill],
-            media_models.MEDIA_LIMITS,
+        *(
+            (f"{kind.name} with ", [one for one in plain if not (one.prefill and kind.no_prefill)], kind.limits)
+            for kind in MODEL_KINDS
         ),
         ("", prefilling, limits.PREFILL_LIMITS),
         ("rectification with ", [method for method in asked if method.takes(UNRECTIFIED)], limits.RECTIFY_LIMITS),

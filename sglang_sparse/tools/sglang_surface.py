@@ -11,24 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_sparse.hooks import deterministic, limits
 from sglang_sparse.hooks.apply import parameters_of
-from sglang_sparse.hooks.deterministic import DETERMINISTIC_LIMITS
-from sglang_sparse.hooks.limits import (
-    COMPACT_LIMITS,
-    DECODE_LIMITS,
-    DISAGGREGATION_LIMITS,
-    DRAFT_LIMITS,
-    FLAG_LIMITS,
-    PREFILL_LIMITS,
-    RECTIFY_LIMITS,
-    VERIFY_LIMITS,
-)
-from sglang_sparse.hooks.media_models import MEDIA_LIMITS
-from sglang_sparse.hooks.state_models import STATE_LIMITS
+from sglang_sparse.hooks.model_kinds import MODEL_KINDS
 from sglang_sparse.hooks.table import HOOKS
-from sglang_sparse.hooks.window_pools import WINDOW_POOL_LIMITS
-from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
-from sglang_sparse.methods.rocketkv import WINDOW_LIMITS
+from sglang_sparse.methods import rocketkv
+from sglang_sparse.methods.dsa import decode
+from sglang_sparse.methods.support import FlagLimit
 
 # Errors of looking a name up in an SGLang that this package was not written for.
 FOUND_OTHERWISE = (ImportError, AttributeError, TypeError, ValueError)
@@ -90,6 +79,17 @@ def attributes() -> dict[str, str]:
     return found
 
 
+def flag_limits() -> dict[str, tuple[FlagLimit, ...]]:
+    """Return the limits of flags, by the names of their tables or of the kinds of models that they are for."""
+    tables = {
+        name: table
+        for module in (limits, deterministic, decode, rocketkv)
+        for name, table in vars(module).items()
+        if name.endswith("_LIMITS")
+    }
+    return tables | {kind.name: kind.limits for kind in MODEL_KINDS}
+
+
 def problems() -> list[tuple[str, str]]:
     """Return what the installed SGLang lacks or has changed: dotted names with the problem."""
     found = []
@@ -123,22 +123,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     from sglang.srt.server_args import ServerArgs
 
     record: Any = ServerArgs
-    own = (
-        *DECODE_LIMITS,
-        *DETERMINISTIC_LIMITS,
-        *DISAGGREGATION_LIMITS,
-        *WINDOW_LIMITS,
-        *VERIFY_LIMITS,
-        *RECTIFY_LIMITS,
-        *DRAFT_LIMITS,
-        *COMPACT_LIMITS,
-        *INDEXER_LIMITS,
-        *PREFILL_LIMITS,
-        *STATE_LIMITS,
-        *WINDOW_POOL_LIMITS,
-        *MEDIA_LIMITS,
-    )
-    for limit in (*FLAG_LIMITS, *own):
+    for limit in (limit for table in flag_limits().values() for limit in table):
         try:
             limit.got(record(model_path="none"))
         except FOUND_OTHERWISE as error:

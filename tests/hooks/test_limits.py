@@ -17,21 +17,18 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse.config.arguments import DRAFTERS
-from sglang_sparse.hooks import deterministic, limits, media_models, model_limits, state_models, window_pools
-from sglang_sparse.methods import registry, rocketkv, support
-from sglang_sparse.methods.dsa import decode
+from sglang_sparse.config.arguments import DRAFTERS, of
+from sglang_sparse.config.settings import build
+from sglang_sparse.hooks import model_limits
+from sglang_sparse.hooks.refusals import require_after
+from sglang_sparse.methods import registry, support
+from sglang_sparse.tools.sglang_surface import flag_limits
 
 # By what they are for: the fields that no limit refuses.
 LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
-# Those that no method serves, and those of one method, by their names.
-LIMITS = {
-    name: found
-    for of in (limits, deterministic, state_models, window_pools, media_models, decode, rocketkv)
-    for name, found in vars(of).items()
-    if name.endswith("_LIMITS")
-}
+LIMITS = flag_limits()
 DRAFTS = {"sparse_method": "resa", "speculative_algorithm": "SPARSE_SELF"}
+EAGLE = {"speculative_algorithm": "EAGLE"}
 COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
 
 
@@ -68,10 +65,9 @@ def on(limit: str, flag: str, value: object = True) -> Trigger:
 
 
 LORA = (on("LoRA", "enable_lora"), on("LoRA", "lora_paths", ["adapter"]))
-# What several kinds of models refuse.
-OF_KINDS = (
-    on("speculative decoding", "speculative_algorithm", "EAGLE"),
-    on("speculative decoding", "speculative_algorithm", "SPARSE_SELF"),
+# What all kinds of models refuse.
+_OF_ALL = (
+    *(on("speculative decoding", "speculative_algorithm", name) for name in ("EAGLE", "SPARSE_SELF")),
     on("--disaggregation-mode", "disaggregation_mode", "decode"),
     on("pipeline parallelism", "pp_size", 2),
     Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
@@ -79,7 +75,35 @@ OF_KINDS = (
     on("streaming sessions", "enable_streaming_session"),
     on("deterministic inference", "enable_deterministic_inference"),
 )
-ELSEWHERE = ("language_only", "encoder_only", "enable_adaptive_dispatch_to_encoder")
+# By kind of model: one of ``model_configs``, and what it refuses.
+OF_KINDS = {
+    "a model with recurrent states": (
+        "states",
+        (
+            on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "no_buffer"),
+            on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "extra_buffer_lazy"),
+            on("--enable-linear-replayssm", "enable_linear_replayssm"),
+            on("--enable-linear-replayssm", "enable_linear_replayssm_spec"),
+            on("--enable-int8-mamba-checkpoint", "enable_int8_mamba_checkpoint"),
+            on("--linear-attn-backend", "linear_attn_backend", "flashinfer"),
+            on("mixed chunk", "enable_mixed_chunk"),
+            *_OF_ALL,
+        ),
+    ),
+    "a model with a KV pool for its windows": (
+        "two_pools",
+        (*_OF_ALL, Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA")),
+    ),
+    "a model with towers for media": (
+        "towers",
+        (
+            *(on("towers on other servers", flag) for flag in ("language_only", "encoder_only")),
+            on("towers on other servers", "enable_adaptive_dispatch_to_encoder"),
+            on("mixed chunk", "enable_mixed_chunk"),
+            *_OF_ALL,
+        ),
+    ),
+}
 # By table: what asks for it, how the message begins, and a trigger or several for each of its limits.
 TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
     "FLAG_LIMITS": (
@@ -143,15 +167,10 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method resa cannot run with ",
         (
             on("NGRAM", "speculative_algorithm", "NGRAM"),
-            Trigger("--speculative-eagle-topk", {"speculative_eagle_topk": 4, "speculative_algorithm": "EAGLE"}),
-            Trigger("adaptive or multi-layer drafts", {"speculative_adaptive": True, "speculative_algorithm": "EAGLE"}),
-            Trigger(
-                "drafts with data-parallel attention or pipeline parallelism",
-                {"pp_size": 2, "speculative_algorithm": "EAGLE"},
-            ),
-            Trigger(
-                "adaptive or multi-layer drafts", {"enable_multi_layer_eagle": True, "speculative_algorithm": "EAGLE"}
-            ),
+            Trigger("--speculative-eagle-topk", {"speculative_eagle_topk": 4} | EAGLE),
+            Trigger("adaptive or multi-layer drafts", {"speculative_adaptive": True} | EAGLE),
+            Trigger("adaptive or multi-layer drafts", {"enable_multi_layer_eagle": True} | EAGLE),
+            Trigger("drafts with data-parallel attention or pipeline parallelism", {"pp_size": 2} | EAGLE),
         ),
     ),
     "RECTIFY_LIMITS": (
@@ -261,37 +280,14 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method rocketkv cannot run with ",
         (on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),),
     ),
-    "STATE_LIMITS": (
-        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
-        "--sparse-method resa on a model with recurrent states cannot run with ",
-        (
-            on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "no_buffer"),
-            on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "extra_buffer_lazy"),
-            on("--enable-linear-replayssm", "enable_linear_replayssm"),
-            on("--enable-linear-replayssm", "enable_linear_replayssm_spec"),
-            on("--enable-int8-mamba-checkpoint", "enable_int8_mamba_checkpoint"),
-            on("--linear-attn-backend", "linear_attn_backend", "flashinfer"),
-            on("mixed chunk", "enable_mixed_chunk"),
-            *OF_KINDS,
-        ),
-    ),
-    "WINDOW_POOL_LIMITS": (
-        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
-        "--sparse-method resa on a model with a KV pool for its windows cannot run with ",
-        (
-            *OF_KINDS,
-            Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA"),
-        ),
-    ),
-    "MEDIA_LIMITS": (
-        {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
-        "--sparse-method resa on a model with towers for media cannot run with ",
-        (
-            *OF_KINDS,
-            *(on("towers on other servers", flag) for flag in ELSEWHERE),
-            on("mixed chunk", "enable_mixed_chunk"),
-        ),
-    ),
+    **{
+        kind: (
+            {"sparse_method": "resa", "sparse_config": {"rectify_interval": 0}},
+            f"--sparse-method resa on {kind} cannot run with ",
+            triggers,
+        )
+        for kind, (_, triggers) in OF_KINDS.items()
+    },
     "INDEXER_LIMITS": (
         {"sparse_method": "dsa"},
         "--sparse-method dsa cannot run with ",
@@ -308,10 +304,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         {"sparse_prefill_method": "anchor"},
         "--sparse-prefill-method anchor cannot run with ",
         (
-            Trigger(
-                "drafts with data-parallel attention or pipeline parallelism",
-                {"pp_size": 2, "speculative_algorithm": "EAGLE"},
-            ),
+            Trigger("drafts with data-parallel attention or pipeline parallelism", {"pp_size": 2} | EAGLE),
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
             on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
             on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),
@@ -381,8 +374,7 @@ def test_every_field_of_a_server_is_judged() -> None:
 )
 def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, beginning, _ = TABLES[table]
-    models = {"INDEXER_LIMITS": "own_sparse_attention", "STATE_LIMITS": "states", "WINDOW_POOL_LIMITS": "two_pools"}
-    models["MEDIA_LIMITS"] = "towers"
+    models = {"INDEXER_LIMITS": "own_sparse_attention"} | {kind: model for kind, (model, _) in OF_KINDS.items()}
     model = write_config(tmp_path, models.get(table, "qwen3"))
     if trigger.variable:
         monkeypatch.setenv(trigger.variable, trigger.value or "1")
@@ -390,6 +382,14 @@ def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeyp
         ServerArgs(model_path=model, **asked, **trigger.flags)
     assert str(caught.value).startswith(beginning)
     assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [model for model, _ in OF_KINDS.values()])
+def test_a_flag_that_sglang_sets_itself_is_refused(model: str, tmp_path: Path) -> None:
+    args = of(ServerArgs(model_path=write_config(tmp_path, model), sparse_method="resa"))
+    args.enable_streaming_session = True
+    with refused("streaming sessions", True):
+        require_after(args, build("resa", {}))
 
 
 @pytest.mark.parametrize(("limit", "name"), [(limit, name) for limit, names in MODELS.items() for name in names])

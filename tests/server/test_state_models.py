@@ -57,9 +57,9 @@ def careless(tmp_path: Path) -> dict[str, str]:
     return plugin(
         tmp_path,
         "careless",
-        "from sglang_sparse.hooks import state_models",
+        "from sglang_sparse.hooks import model_kinds",
         "from sglang_sparse.scheduler import exact_kv",
-        "state_models.STATE_LIMITS = ()",
+        "model_kinds.MODEL_KINDS = ()",
         "exact_kv.exact_checkpoint = lambda original, tree, *of: original(tree, *of)",
     )
 

@@ -18,7 +18,8 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse import check
-from sglang_sparse.hooks import deterministic, limits, model_limits, refusals, state_models, window_pools
+from sglang_sparse.hooks import deterministic, limits, model_limits, refusals
+from sglang_sparse.hooks.model_kinds import MODEL_KINDS
 from sglang_sparse.methods import registry, support
 from sglang_sparse.methods.dsa import decode
 from sglang_sparse.methods.support import KINDS
@@ -198,7 +199,7 @@ def test_every_limit_is_in_the_tables() -> None:
     rows = doc_tables.refusals_table().splitlines()
     everyone = (*limits.FLAG_LIMITS, *model_limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
     everyone += (*limits.COMPACT_LIMITS, *limits.DECODE_LIMITS, *limits.VERIFY_LIMITS)
-    everyone += deterministic.DETERMINISTIC_LIMITS + state_models.STATE_LIMITS + window_pools.WINDOW_POOL_LIMITS
+    everyone += (*deterministic.DETERMINISTIC_LIMITS, *(limit for kind in MODEL_KINDS for limit in kind.limits))
     drafts = doc_tables.drafts_table().splitlines()
     for limit in limits.DRAFT_LIMITS:
         assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in drafts), limit.name

@@ -17,7 +17,7 @@ from sglang_sparse.methods.base import DecodeMethod, ModelShape
 from sglang_sparse.methods.config import Crossover, MethodConfig
 from sglang_sparse.methods.dsa import weights
 from sglang_sparse.methods.fingerprint import tensors
-from sglang_sparse.methods.support import Architecture, FlagLimit, ModelConfig, refuse_sizes
+from sglang_sparse.methods.support import Architecture, FlagLimit, ModelConfig, given, other_than, refuse_sizes
 from sglang_sparse_kernels import sparse_mla_decode
 from sglang_sparse_kernels.index_topk import choose
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
@@ -57,20 +57,18 @@ INDEXER_PAGE = 64
 INDEXER_LIMITS = (
     FlagLimit(
         "prefill-decode disaggregation",
-        lambda args: mode if (mode := args.disaggregation_mode) != "null" else None,
+        other_than("disaggregation_mode", "null"),
         "GPUs have been compared with SGLang's own kernels alone",
     ),
     FlagLimit(
         "LoRA",
-        lambda args: args.enable_lora or args.lora_paths or None,
+        given("enable_lora", "lora_paths"),
         """this project's kernels are not proven with adapters; allowed: {"implementation": "native"}""",
     ),
-    FlagLimit(
-        "returned indexer top-k", lambda args: args.enable_return_indexer_topk or None, "what is chosen is not reported"
-    ),
+    FlagLimit("returned indexer top-k", given("enable_return_indexer_topk"), "what is chosen is not reported"),
     FlagLimit(
         "a page size",
-        lambda args: None if args.page_size == INDEXER_PAGE else args.page_size,
+        other_than("page_size", INDEXER_PAGE),
         f"the indexer's keys are laid out in pages of {INDEXER_PAGE}",
     ),
     FlagLimit(
