@@ -32,7 +32,7 @@ def _has_gpu() -> bool:
 
 def _listed(name: str) -> list[str]:
     recipe = recipes.load(name)
-    reason = refusal(recipe.arguments(), recipe.attention, gpu=True)
+    reason = refusal(recipe.arguments(), recipe.attention, True, recipe.config)
     methods = [asked.method for asked in (recipe.decode, recipe.prefill) if asked]
     return [
         name,
@@ -40,6 +40,7 @@ def _listed(name: str) -> list[str]:
         f"{recipe.gpus} x {recipe.gpu}",
         f"{recipe.context_length} tokens",
         " + ".join(methods),
+        recipe.run if recipe.run == "not run" else f"run {recipe.run}",
         "served" if reason is None else f"refused: {reason}",
     ]
 
@@ -76,7 +77,7 @@ def serve(name: str, further: Sequence[str], dry_run: bool) -> int:
     """
     recipe = recipes.load(name)
     arguments = [*recipe.arguments(), *further]
-    reason = refusal(arguments, recipe.attention, gpu=dry_run or _has_gpu())
+    reason = refusal(arguments, recipe.attention, dry_run or _has_gpu(), recipe.config)
     print(describe(recipe), file=sys.stderr)
     if dry_run:
         print(shlex.join(["python", *LAUNCH, *arguments]))

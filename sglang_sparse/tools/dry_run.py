@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from sglang_sparse.config import arguments as server_arguments
@@ -50,13 +51,16 @@ def parse(arguments: Sequence[str]) -> Arguments:
     return server_arguments.of(ServerArgs.from_cli_args(given))
 
 
-def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
+def refusal(
+    arguments: Sequence[str], kind: str, gpu: bool, config: Mapping[str, object] = MappingProxyType({})
+) -> str | None:
     """Return why this plugin would refuse a server, or None, by the checks of a start.
 
     Args:
         arguments: its command line.
         kind: the model's kind of attention in ``support.KINDS``, unless ``--model-path`` is a folder.
         gpu: whether its machine has a GPU.
+        config: fields of the model's ``config.json`` that differ from those of the kind.
 
     Raises:
         ValueError: the command line is not one that SGLang reads.
@@ -69,8 +73,8 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
             stand_in = not Path(args.model_path).is_dir()
             if stand_in:
                 longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
-                config = {**KINDS[kind], "max_position_embeddings": longest, **STAND_IN}
-                (Path(folder) / "config.json").write_text(json.dumps(config))
+                fields = {**KINDS[kind], "max_position_embeddings": longest, **STAND_IN, **config}
+                (Path(folder) / "config.json").write_text(json.dumps(fields))
                 args.model_path = folder
             settings = resolve(args)
             args.page_size = args.page_size or settings.config.page_size

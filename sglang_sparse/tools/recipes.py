@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -65,8 +66,10 @@ class Recipe(_Table):
         gpus: their number, which is ``--tp-size``.
         context_length: tokens, ``--context-length``.
         mem_fraction_static: ``--mem-fraction-static``.
+        run: whether a server of this model has been run on GPUs with this method.
         before: steps before the first start.
         notes: notes for the user.
+        config: fields of the model's ``config.json`` that say of which kinds it is, where ``attention`` does not.
         flags: further flags of SGLang without their dashes; true for one without a value, a table for JSON.
         decode: the decode method; none for dense decode.
         prefill: the prefill method; none for dense prefill.
@@ -80,8 +83,10 @@ class Recipe(_Table):
     gpus: int = Field(gt=0)
     context_length: int = Field(gt=0)
     mem_fraction_static: float = Field(gt=0, lt=1)
+    run: Literal["with weights", "with dummy weights", "not run"]
     before: list[str] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
+    config: dict[str, object] = Field(default_factory=dict)
     flags: dict[str, bool | int | float | str | dict[str, object]] = Field(default_factory=dict)
     decode: Sparse | None = None
     prefill: Sparse | None = None

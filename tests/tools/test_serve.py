@@ -75,7 +75,7 @@ def test_a_recipe_is_served_but_for_the_kernels_that_are_not_measured(
         assert "needs a calibration" in str(dry_run.refusal(words, recipe.attention, gpu=True))
         assert any("--method robsa" in step and recipe.model_path in step for step in recipe.before)
         words += ["--sparse-config", '{"page_size": 64, "allow_uncalibrated": true}']
-    assert dry_run.refusal(words, recipe.attention, gpu=True) is None
+    assert dry_run.refusal(words, recipe.attention, True, recipe.config) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
