@@ -26,7 +26,7 @@ Rules = Mapping[str, object] | None
 
 
 def fit_layers(settings: Settings, model: ModelConfig) -> Settings:
-    """Refuse layers that a model lacks, or to which its config gives a window or a state; leave these out of "all".
+    """Refuse layers that a model lacks, or that its config gives a window, chunks or a state; leave them out of "all".
 
     Args:
         settings: the server's methods; not changed.
@@ -49,7 +49,8 @@ def fit_layers(settings: Settings, model: ModelConfig) -> Settings:
 
 
 def _fitted(groups: G, rules: Rules, model: ModelConfig) -> tuple[G, Rules]:
-    count, others = model.num_hidden_layers, dict.fromkeys(windowed_layers(model), "has a sliding window")
+    bound = "has chunked attention" if model.is_local_attention_model else "has a sliding window"
+    count, others = model.num_hidden_layers, dict.fromkeys(windowed_layers(model), bound)
     others |= dict.fromkeys(state_layers(model), "has a recurrent state instead of KV")
     full = ",".join(str(layer) for layer in range(count) if layer not in others) if others else "all"
     require_range(rules or {}, count)

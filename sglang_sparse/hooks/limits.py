@@ -344,15 +344,20 @@ PREFILL_LIMITS = (
 )
 
 
-def dense_backends(kind: str, gpu: bool, sinks: bool = False) -> tuple[str, ...]:
+def dense_backends(kind: str, gpu: bool, sinks: bool = False, chunks: bool = False) -> tuple[str, ...]:
     """Return the dense attention backends that methods support.
 
     Args:
         kind: kind of attention, a key of `DENSE_BACKENDS`.
         gpu: whether the server has a GPU.
         sinks: whether the model has attention sinks.
+        chunks: whether the model has chunked attention.
     """
-    others = _CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS
-    # SGLang's have no argument for sinks there.
-    others = {*others, *(("flashinfer", "torch_native") if gpu and sinks else ())}
+    others = {*(_CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS)}
+    if gpu and (sinks or chunks):
+        # SGLang's have no argument for sinks there.
+        others |= {"flashinfer", "torch_native"}
+    if gpu and chunks:
+        # It would attend to all tokens, and read the chunks' KV in the slots of the other pool.
+        others |= {"triton"}
     return tuple(name for name in DENSE_BACKENDS[kind] if name not in others)

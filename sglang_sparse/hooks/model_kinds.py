@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks.flag_predicates import require_none
 from sglang_sparse.hooks.model_limits import TEXT_ALONE, ModelKind, has_towers, state_layers, unproven
-from sglang_sparse.hooks.window_pools import WINDOW_POOL
+from sglang_sparse.hooks.window_pools import CHUNKS, WINDOW_POOL
 from sglang_sparse.methods.support import FlagLimit, given
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ TOWERS = ModelKind(
     # Of images, ids reach 31 bits, see ``prefix_keys.TOKEN_BITS``.
     no_prefill=f"keys of its groups have no room for the ids of images; text alone is served by {TEXT_ALONE}",
 )
-MODEL_KINDS = (STATES, WINDOW_POOL, TOWERS)
+MODEL_KINDS = (STATES, CHUNKS, WINDOW_POOL, TOWERS)
 
 
 def kinds_of(model: ModelConfig) -> tuple[ModelKind, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -127,16 +127,27 @@ def _repeated_layers(model: ModelConfig) -> bool:
 
 
 def windowed_layers(model: ModelConfig) -> frozenset[int]:
-    """Return the layers that attend within a sliding window, as far as the model's config names them.
+    """Return the layers that attend within a sliding window or a chunk, as far as the model's config names them.
 
     A window without ``layer_types`` says nothing: SGLang ignores that of Mistral and Phi-3. What a loaded layer does is
     for ``layer_checks.require_layers``.
     """
     if model.is_hybrid_swa:
         return frozenset(model.swa_attention_layer_ids or ())
-    kinds = getattr(model.hf_text_config, "layer_types", None) if model.sliding_window_size else None
-    layers = zip(range(model.num_hidden_layers), kinds or (), strict=False)
-    return frozenset(layer for layer, kind in layers if kind == "sliding_attention")
+    kinds = _layer_types(model) if model.sliding_window_size or model.is_local_attention_model else ()
+    layers = zip(range(model.num_hidden_layers), kinds, strict=False)
+    return frozenset(layer for layer, kind in layers if kind in ("sliding_attention", _CHUNKED))
+
+
+_CHUNKED = "chunked_attention"
+
+
+def _layer_types(model: ModelConfig) -> Sequence[str]:
+    return getattr(model.hf_text_config, "layer_types", None) or ()
+
+
+def _unseen_chunks(model: ModelConfig) -> bool:
+    return _CHUNKED in _layer_types(model) and not model.is_local_attention_model
 
 
 # With "language_model_only" SGLang computes no M-RoPE positions. Models of these files do without.
@@ -174,7 +185,12 @@ MODEL_LIMITS = (
         "no layer attends to all earlier tokens",
     ),
     ModelLimit("model with dual chunk attention", _dual_chunk, _DUAL_CHUNK),
-    ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
+    ModelLimit(
+        "model whose chunks SGLang does not see",
+        _unseen_chunks,
+        "it has chunked attention in Llama4ForConditionalGeneration alone: "
+        """--json-model-override-args '{"architectures": ["Llama4ForConditionalGeneration"]}'""",
+    ),
     ModelLimit(
         "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
     ),

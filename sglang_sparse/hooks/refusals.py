@@ -238,9 +238,9 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     model_config = args.get_model_config()
     if settings.passes_through:
         _require_fit(settings.flag, model_config, settings.decode.refuse(model_config))
-    sinks = model_config.has_attention_sinks
-    allowed = dense_backends(settings.method.kind_of(model_config), on_gpu(gpu), sinks)
-    where = " for a model with attention sinks" if sinks else ""
+    sinks, chunks = model_config.has_attention_sinks, model_config.is_local_attention_model
+    allowed = dense_backends(settings.method.kind_of(model_config), on_gpu(gpu), sinks, chunks)
+    where = " for a model with attention sinks" if sinks else " for a model with chunked attention" if chunks else ""
     if deterministic(args):
         allowed = tuple(name for name in allowed if name in DETERMINISTIC_BACKENDS)
         where += " with deterministic inference"

@@ -1,8 +1,8 @@
-"""Models whose windowed layers have a KV pool of their own: what they refuse.
+"""Models whose layers with windows or chunks have a KV pool of their own: what they refuse.
 
-SGLang frees there what lies before a window. ``scheduler/exact_kv.py`` keeps what rectification reads of it; what else
-reads KV of the past, or writes it elsewhere, is refused. ``--disable-hybrid-swa-memory`` keeps all KV in one pool, and
-needs more memory.
+SGLang frees there what lies before a window, which for chunks is as long as a chunk. ``scheduler/exact_kv.py`` keeps
+what rectification reads of it; what else reads KV of the past, or writes it elsewhere, is refused.
+``--disable-hybrid-swa-memory`` keeps all KV in one pool, and needs more memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks.flag_predicates import environment
 from sglang_sparse.hooks.model_limits import ModelKind, unproven
-from sglang_sparse.methods.support import FlagLimit
+from sglang_sparse.methods.support import FlagLimit, given
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import ModelConfig
@@ -32,6 +32,18 @@ WINDOW_POOL = ModelKind(
         ),
     ),
     {"check_exactness": f"a prefix without its windows cannot be computed again; or add {_ONE_POOL}"},
+)
+
+CHUNKS = ModelKind(
+    "a model with chunked attention",
+    lambda model: model.is_local_attention_model,
+    (
+        FlagLimit(
+            "speculative decoding",
+            given("speculative_algorithm"),
+            "SGLang's CUDA graphs verify drafts without chunks; leave out --speculative-algorithm",
+        ),
+    ),
 )
 
 

@@ -32,19 +32,30 @@ def allow_windows() -> None:
     model_hook.attention_backends_of = backends
 
 
-def take_sinks(
+def note_chunks(original: Callable[..., None], backend: Any, model_runner: Any) -> None:
+    """Hook around ``TorchNativeAttnBackend.__init__``: note the size of chunks, for models that SGLang has chunk."""
+    original(backend, model_runner)
+    chunked = model_runner.model_config.is_local_attention_model
+    backend.chunk_size = model_runner.attention_chunk_size if chunked else None
+
+
+def note_layer(
     original: Callable[..., torch.Tensor],
     backend: Any,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    layer: Any,
     *args: Any,
     sinks: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend.forward_extend`` and ``forward_decode``, which know no attention sinks.
+    """Hook around ``TorchNativeAttnBackend.forward_extend`` and ``forward_decode``, which know no sinks and chunks.
 
     ``sinks`` is ``[heads]``, a logit of each head without a value.
     """
-    backend.sinks = sinks
-    return original(backend, *args, **options)
+    backend.sinks, backend.chunk = sinks, backend.chunk_size if layer.use_irope else None
+    return original(backend, query, key, value, layer, *args, **options)
 
 
 def extend(
@@ -73,7 +84,8 @@ def extend(
     ours = sinks is not None or options["sliding_window_size"] is None
     if ours and encoder_lens is None and options["causal"]:
         caches = (k_cache, v_cache, table)
-        return _attend(query, output, *caches, req_pool_indices, seq_lens, extend_seq_lens, options, sinks)
+        lengths = (req_pool_indices, seq_lens, extend_seq_lens)
+        return _attend(query, output, *caches, *lengths, options, sinks, getattr(backend, "chunk", None))
     cached = (table, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
@@ -91,23 +103,25 @@ def decode(
     encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes, and sinks, only.
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes, sinks and chunks.
 
     And with deterministic inference, where it must give what a prefill of the same token does.
     """
-    ours = k_cache.shape[-1] != v_cache.shape[-1] or invariant.enabled()
-    sinks, table = getattr(backend, "sinks", None), _table(backend, req_to_token, options)
+    sinks, chunk = getattr(backend, "sinks", None), getattr(backend, "chunk", None)
+    table = _table(backend, req_to_token, options)
+    ours = k_cache.shape[-1] != v_cache.shape[-1] or invariant.enabled() or chunk is not None
     ours = sinks is not None or (ours and options["sliding_window_size"] is None)
     if ours and encoder_lens is None:
-        caches = (k_cache, v_cache, table)
-        return _attend(query, output, *caches, req_pool_indices, seq_lens, torch.ones_like(seq_lens), options, sinks)
+        caches, lengths = (k_cache, v_cache, table), (req_pool_indices, seq_lens, torch.ones_like(seq_lens))
+        return _attend(query, output, *caches, *lengths, options, sinks, chunk)
     cached = (table, req_pool_indices, seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
 
 def _table(backend: Any, req_to_token: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """The slots of requests in a layer; stock does not know that windowed layers may have a KV pool of their own."""
-    if options["sliding_window_size"] is None or not hasattr(backend.token_to_kv_pool, "full_to_swa_index_mapping"):
+    """The slots of requests in a layer; stock does not know that windows and chunks may have a KV pool of their own."""
+    full = options["sliding_window_size"] is None and getattr(backend, "chunk", None) is None
+    if full or not hasattr(backend.token_to_kv_pool, "full_to_swa_index_mapping"):
         return req_to_token
     return backend.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token)
 
@@ -123,9 +137,11 @@ def _attend(
     new_lens: torch.Tensor,
     options: dict[str, Any],
     sinks: torch.Tensor | None,
+    chunk: int | None,
 ) -> torch.Tensor:
     """Causal attention of the last ``new_lens[i]`` tokens of every row over all its ``seq_lens[i]`` tokens.
 
+    Or over those of their chunk, each of ``chunk`` tokens from the first one on.
     ``query`` and ``output`` are ``[tokens, heads, dim]``, the caches ``[slots, kv_heads, dim]``, ``sinks`` ``[heads]``.
     """
     width, step = v_cache.shape[-1], 1 if invariant.enabled() else ROWS
@@ -147,7 +163,7 @@ def _attend(
                 query[rows].transpose(0, 1).unsqueeze(0),
                 keys[:, :, : seen + extra],
                 values[:, :, : seen + extra],
-                attn_mask=_mask(last - first, seen, options["sliding_window_size"], sinks, query.dtype),
+                attn_mask=_mask(last - first, seen, options["sliding_window_size"], chunk, sinks, query.dtype),
                 scale=options["scaling"],
                 enable_gqa=options["enable_gqa"],
             )
@@ -156,11 +172,16 @@ def _attend(
     return output
 
 
-def _mask(rows: int, seen: int, window: int | None, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _mask(
+    rows: int, seen: int, window: int | None, chunk: int | None, sinks: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     """Which of ``seen`` keys the last ``rows`` tokens see; with sinks ``[heads, rows, 1 + seen]``, what is added."""
     mask = torch.ones(rows, seen, dtype=torch.bool).tril(seen - rows)
     if window is not None:
         mask = mask.triu(seen - rows - window)
+    if chunk is not None:
+        chunks = torch.arange(seen) // chunk
+        mask &= chunks == chunks[seen - rows :, None]
     if sinks is None:
         return mask
     hidden = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))

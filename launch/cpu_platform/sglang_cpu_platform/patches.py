@@ -40,6 +40,20 @@ def rope_on_cpu(original: Callable[..., torch.nn.Module], *args: Any, **kwargs: 
     return original(*args, **{**kwargs, "device": None})
 
 
+def rotate_in_place(
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    rotary: torch.nn.Module,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys where they are, as kernels do: Llama 4 leaves unread what is returned."""
+    found = original(rotary, positions, query, key, *args, **kwargs)
+    return query.copy_(found[0]), key.copy_(found[1])
+
+
 def apply_bitmask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     """Mask CPU logits, which SGLang does for requests with a grammar only, not with ``--enable-strict-thinking``."""
     from xgrammar import apply_token_bitmask_inplace
@@ -114,8 +128,10 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "torch.cuda.current_device": (gated_delta.no_device, HookType.REPLACE),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": (keep_kv_dtype, HookType.REPLACE),
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": (rope_on_cpu, HookType.AROUND),
-    f"{_NATIVE}.forward_extend": (attention.take_sinks, HookType.AROUND),
-    f"{_NATIVE}.forward_decode": (attention.take_sinks, HookType.AROUND),
+    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native": (rotate_in_place, HookType.AROUND),
+    f"{_NATIVE}.__init__": (attention.note_chunks, HookType.AROUND),
+    f"{_NATIVE}.forward_extend": (attention.note_layer, HookType.AROUND),
+    f"{_NATIVE}.forward_decode": (attention.note_layer, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_extend": (attention.extend, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_decode": (attention.decode, HookType.AROUND),
     "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim": (sparse_mla.row_width, HookType.AROUND),
