@@ -224,8 +224,8 @@ def test_says_which_patch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         patches.require_applied()
 
 
-@pytest.mark.parametrize("window", [None, 63])
-def test_attention_with_sinks(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (63, None), (None, 96)])
+def test_attention_with_sinks(window: int | None, chunk: int | None) -> None:
     """A prefill and a decode step of two rows, 330 and 210 tokens long, against a softmax of one more column."""
     from sglang_cpu_platform import attention
 
@@ -233,19 +233,21 @@ def test_attention_with_sinks(window: int | None) -> None:
     keys, values, sinks = torch.randn(700, 2, 32), torch.randn(700, 2, 32), torch.randn(4).bfloat16() + 3
     table, rows, lengths = torch.randperm(700)[:660].view(2, 330), torch.arange(2), torch.tensor([330, 210])
     options = {"scaling": 0.3, "enable_gqa": True, "is_cross_attn": False, "sliding_window_size": window}
-    query, backend = torch.randn(380, 4, 32), SimpleNamespace(token_to_kv_pool=None)
+    query, backend = torch.randn(380, 4, 32), SimpleNamespace(token_to_kv_pool=None, chunk_size=96)
+    layer = SimpleNamespace(use_irope=chunk is not None)
     caches, extends = (keys, values, table, rows, lengths), torch.tensor([200, 180])
 
-    def run(backend: Any, hook: Any, query: torch.Tensor, *more: Any, causal: bool) -> torch.Tensor:
+    def run(backend: Any, query: torch.Tensor, hook: Any, _: Any, layer: Any, *more: Any, causal: bool) -> torch.Tensor:
         return hook(None, backend, query, torch.empty_like(query), *caches, *more, causal=causal, **options)
 
-    prefills = (attention.extend, query, lengths - extends, extends)
-    found = attention.take_sinks(run, backend, *prefills, sinks=sinks, causal=True)
+    prefills = (query, attention.extend, None, layer, lengths - extends, extends)
+    found = attention.note_layer(run, backend, *prefills, sinks=sinks, causal=True)
     steps = torch.cat([query[199:200], query[379:]])
-    last = attention.take_sinks(run, backend, attention.decode, steps, sinks=sinks, causal=False)
+    last = attention.note_layer(run, backend, steps, attention.decode, None, layer, sinks=sinks, causal=False)
     torch.testing.assert_close(last, found[[199, 379]])
     for token, (row, position) in enumerate([(0, i) for i in range(130, 330)] + [(1, i) for i in range(30, 210)]):
         first = 0 if window is None else max(0, position - window)
+        first = position // chunk * chunk if chunk else first
         slots = table[row, first : position + 1]
         logits = torch.einsum("hd,khd->hk", query[token], keys[slots].repeat_interleave(2, 1)) * 0.3
         weights = torch.cat([logits, sinks.float()[:, None]], 1).softmax(1)[:, :-1]

@@ -82,6 +82,8 @@ ONE_POOL = {"disable_hybrid_swa_memory": True, "attention_backend": "torch_nativ
         ("windows", RESA | {"sparse_prefill_method": "anchor"}, ["1,3", "1,3"]),
         ("windows", BOTH, ["1,3", "1,3"]),
         ("two_pools", RESA | ONE_POOL, ["0,2"]),
+        ("local_attention", RESA, ["3"]),
+        ("local_attention", RESA | ONE_POOL, ["3"]),
     ],
 )
 def test_all_layers_are_those_of_full_attention(
@@ -141,16 +143,29 @@ def test_a_sink_for_each_query_head_is_served() -> None:
     assert "layer 1 has attention sinks of another kind, sinks (layers.1.attn)" in said(model)
 
 
-@pytest.mark.parametrize(("name", "served"), [("fa3", True), ("triton", True), ("flashinfer", False)])
-def test_sinks_need_a_backend_that_takes_them(tmp_path: Path, name: str, served: bool) -> None:
-    model = write_config(tmp_path, "attention_sinks")
-    args = ServerArgs(model_path=model, sparse_method="resa", disable_hybrid_swa_memory=True)
+@pytest.mark.parametrize(
+    ("model", "what"), [("attention_sinks", "attention sinks"), ("local_attention", "chunked attention")]
+)
+@pytest.mark.parametrize("name", ["fa3", "triton", "flashinfer", "torch_native"])
+def test_sinks_and_chunks_need_a_backend_that_has_them(tmp_path: Path, model: str, what: str, name: str) -> None:
+    args = ServerArgs(model_path=write_config(tmp_path, model), sparse_method="resa", disable_hybrid_swa_memory=True)
     settings, asked = settings_of(args.record), Backends(args, name)
-    assert settings is not None and settings.config.layers == "1,3"
+    assert settings is not None
+    allowed = ["fa3"] if model == "local_attention" else ["triton", "fa3"]
     why = refusal(asked, settings, (9, 0), stand_in=True)
-    assert (why is None) is served, why
-    message = "attention backend 'flashinfer' is not supported for a model with attention sinks; allowed: triton, fa3"
-    assert served or message in str(why)
+    assert (why is None) is (name in allowed), why
+    assert (
+        name in allowed
+        or f"{name!r} is not supported for a model with {what}; allowed: {', '.join(allowed)}" in str(why)
+    )
+
+
+def test_a_layer_with_chunks_is_refused_by_its_number(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "local_attention")
+    for flags in ({}, ONE_POOL):
+        with refused("layers", [1, 2]) as caught:
+            ServerArgs(model_path=model, sparse_method="resa", sparse_config={"layers": "1-3"}, **flags)
+        assert "layer 1 has chunked attention" in str(caught.value)
 
 
 def test_each_phase_is_judged_by_its_own_layers() -> None:

@@ -65,9 +65,10 @@ def on(limit: str, flag: str, value: object = True) -> Trigger:
 
 
 LORA = (on("LoRA", "enable_lora"), on("LoRA", "lora_paths", ["adapter"]))
-# What all kinds of models refuse.
-_OF_ALL = (
-    *(on("speculative decoding", "speculative_algorithm", name) for name in ("EAGLE", "SPARSE_SELF")),
+_DRAFTS = tuple(on("speculative decoding", "speculative_algorithm", name) for name in ("EAGLE", "SPARSE_SELF"))
+# What most kinds of models refuse.
+_OF_MOST = (
+    *_DRAFTS,
     on("--disaggregation-mode", "disaggregation_mode", "decode"),
     on("pipeline parallelism", "pp_size", 2),
     Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
@@ -82,17 +83,17 @@ OF_KINDS = {
         (
             on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "no_buffer"),
             on("--mamba-radix-cache-strategy", "mamba_radix_cache_strategy", "extra_buffer_lazy"),
-            on("--enable-linear-replayssm", "enable_linear_replayssm"),
-            on("--enable-linear-replayssm", "enable_linear_replayssm_spec"),
+            *(on("--enable-linear-replayssm", f"enable_linear_replayssm{end}") for end in ("", "_spec")),
             on("--enable-int8-mamba-checkpoint", "enable_int8_mamba_checkpoint"),
             on("--linear-attn-backend", "linear_attn_backend", "flashinfer"),
             on("mixed chunk", "enable_mixed_chunk"),
-            *_OF_ALL,
+            *_OF_MOST,
         ),
     ),
+    "a model with chunked attention": ("local_attention", _DRAFTS),
     "a model with a KV pool for its windows": (
         "two_pools",
-        (*_OF_ALL, Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA")),
+        (*_OF_MOST, Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA")),
     ),
     "a model with towers for media": (
         "towers",
@@ -100,7 +101,7 @@ OF_KINDS = {
             *(on("towers on other servers", flag) for flag in ("language_only", "encoder_only")),
             on("towers on other servers", "enable_adaptive_dispatch_to_encoder"),
             on("mixed chunk", "enable_mixed_chunk"),
-            *_OF_ALL,
+            *_OF_MOST,
         ),
     ),
 }
@@ -321,7 +322,7 @@ MODELS = {
     "hybrid SSM or linear-attention model": ("hybrid_ssm",),
     "model of windowed layers alone": ("windows_alone",),
     "model with dual chunk attention": ("dual_chunk",),
-    "chunked local attention model": ("local_attention",),
+    "model whose chunks SGLang does not see": ("unseen_chunks",),
     "model with its own sparse attention": ("own_sparse_attention",),
     "model with several attentions a layer": ("several_attentions",),
     "model with a soft cap on attention logits": ("soft_cap",),

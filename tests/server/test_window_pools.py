@@ -1,10 +1,11 @@
-"""Models whose windowed layers have a KV pool of their own, which frees what lies before the windows."""
+"""Models whose layers with windows or chunks have a KV pool of their own, which frees what lies before these."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from checkpoints import by_transformers, random_windowed
+from checkpoints import by_transformers, random_chunked, random_windowed
 from server_requests import (
     RETRACT,
     ask_all,
@@ -22,7 +23,9 @@ from server_requests import (
 
 from launch.server import ServerProcess
 
-PAGE, WINDOW, INTERVAL = 16, 64, 16
+PAGE, WINDOW = 16, 64
+# So long, and for prompts of this length, SGLang frees what a pass reads of a chunk; pages hide shorter intervals.
+INTERVAL, PROMPT = 32, 316
 FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
 RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
 # SGLang frees a window's past every 128 tokens otherwise.
@@ -30,26 +33,38 @@ AT_ONCE = {"SGLANG_SWA_EVICTION_INTERVAL": "1"}
 Likely = Callable[[list[int], list[int]], list[float]]
 
 
-@pytest.fixture(scope="module")
-def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_windowed(tmp_path_factory.mktemp("mellum"), "Mellum", WINDOW)
+class Model(NamedTuple):
+    """A checkpoint, and its layers of full attention."""
+
+    folder: Path
+    full: str
+
+
+@pytest.fixture(scope="module", params=["Mellum", "Llama4"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "Llama4":
+        return Model(random_chunked(folder, WINDOW), "3,7")
+    return Model(random_windowed(folder, request.param, WINDOW), "2,5")
 
 
 @pytest.fixture(scope="module")
-def likely(mellum: Path) -> Likely:
-    return by_transformers(mellum, sliding_window=WINDOW)
+def likely(model: Model) -> Likely:
+    return by_transformers(model.folder)
 
 
 @pytest.fixture(scope="module")
-def server(serve, mellum: Path) -> Iterator[ServerProcess]:
-    with serve(mellum, *FLAGS, config=RESA, env=AT_ONCE) as server:
+def server(serve, model: Model) -> Iterator[ServerProcess]:
+    with serve(model.folder, *FLAGS, config=RESA, env=AT_ONCE) as server:
         yield server
 
 
 @pytest.mark.parametrize("tokens", [141, *(pytest.param(count, marks=pytest.mark.long) for count in (90, 200))])
-def test_follow_ups_hit_generated_tokens_and_agree(server: ServerProcess, likely: Likely, tokens: int) -> None:
-    assert "Use sliding window memory pool" in server.log() and sparse_state(server)["config"]["layers"] == "2,5"
-    (prompt,), (output,) = random_prompts(tokens, [300], 1000), random_prompts(tokens + 1, [tokens], 1000)
+def test_follow_ups_hit_generated_tokens_and_agree(
+    server: ServerProcess, model: Model, likely: Likely, tokens: int
+) -> None:
+    assert "Use sliding window memory pool" in server.log() and sparse_state(server)["config"]["layers"] == model.full
+    (prompt,), (output,) = random_prompts(tokens, [PROMPT], 1000), random_prompts(tokens + 1, [tokens], 1000)
     assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
     # Without rectification the prompt alone is shared, and windows are freed as on a dense server.
     server.flush_cache()
@@ -70,7 +85,7 @@ def test_sinks_go_with_a_pool_for_windows(serve, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_without_the_kept_windows_follow_ups_are_wrong(serve, tmp_path: Path, mellum: Path, likely: Likely) -> None:
+def test_without_the_kept_windows_follow_ups_are_wrong(serve, tmp_path: Path, model: Model, likely: Likely) -> None:
     """The control: rectification reads slots that SGLang has freed."""
     forget = plugin(
         tmp_path,
@@ -79,9 +94,9 @@ def test_without_the_kept_windows_follow_ups_are_wrong(serve, tmp_path: Path, me
         "exact_kv.kept_from = lambda request, length: length",
     )
     differences = []
-    with serve(mellum, *FLAGS, config=RESA, env={**AT_ONCE, **forget}) as server:
+    with serve(model.folder, *FLAGS, config=RESA, env={**AT_ONCE, **forget}) as server:
         for tokens in (90, 141, 200):
-            (prompt,), (output,) = random_prompts(tokens, [300], 1000), random_prompts(tokens + 1, [tokens], 1000)
+            (prompt,), (output,) = random_prompts(tokens, [PROMPT], 1000), random_prompts(tokens + 1, [tokens], 1000)
             forced(server, prompt, output)
             follow_up, last = [*prompt, *output, *range(20, 29)], output[:20]
             differences.append(off(forced(server, follow_up, last, sparse=False), likely(follow_up, last)))
@@ -89,10 +104,10 @@ def test_without_the_kept_windows_follow_ups_are_wrong(serve, tmp_path: Path, me
     assert max(differences) > 1e-3, differences
 
 
-def test_requests_together_share_a_small_pool_of_windows(serve, mellum: Path, likely: Likely) -> None:
+def test_requests_together_share_a_small_pool_of_windows(serve, model: Model, likely: Likely) -> None:
     """Requests are retracted, windows in the prefix cache are evicted, and follow-ups agree all the same."""
     flags = ("--max-total-tokens", "4096", "--swa-full-tokens-ratio", "0.15", "--max-running-requests", "6")
-    with serve(mellum, *FLAGS, *flags, config=RESA, env={**AT_ONCE, **RETRACT}) as server:
+    with serve(model.folder, *FLAGS, *flags, config=RESA, env={**AT_ONCE, **RETRACT}) as server:
         prompts = random_prompts(5, (150, 180, 210, 250, 290, 335), 1000)
         before, shared = sparse_state(server), 0
         for tokens in (60, 120):
@@ -106,14 +121,14 @@ def test_requests_together_share_a_small_pool_of_windows(serve, mellum: Path, li
         assert_nothing_leaked(server)
 
 
-def test_prefill_runs_sparse_in_the_layers_of_full_attention(serve, mellum: Path, likely: Likely) -> None:
+def test_prefill_runs_sparse_in_the_layers_of_full_attention(serve, model: Model, likely: Likely) -> None:
     group = 128
     prefill = {"block_size": 32, "step": group // 32, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 2 * group}
     prompts = prompts_that_part(8, 4 * group, [(0, 100), (40, 129), (100, 300)])
-    with serve(mellum, *FLAGS, prefill=prefill, env=AT_ONCE) as server:
+    with serve(model.folder, *FLAGS, prefill=prefill, env=AT_ONCE) as server:
         found = [answer["output_ids"] for answer in ask_all(server, prompts, at_once=1)]
         state = sparse_state(server)["prefill"]
-        assert state["config"]["layers"] == "2,5" and 0 < state["pairs_attended"] < state["pairs_causal"]
+        assert state["config"]["layers"] == model.full and 0 < state["pairs_attended"] < state["pairs_causal"]
         again = ask_all(server, prompts, at_once=1)
         assert [answer["output_ids"] for answer in again] == found == cold(server, prompts)
         assert sum(answer["meta_info"]["cached_tokens"] for answer in again) > 3 * group
@@ -134,11 +149,11 @@ def test_prefill_runs_sparse_in_the_layers_of_full_attention(serve, mellum: Path
     ],
 )
 def test_other_methods_and_an_unshared_pool_agree(
-    serve, mellum: Path, likely: Likely, method: str, config: dict[str, object], flags: tuple[str, ...]
+    serve, model: Model, likely: Likely, method: str, config: dict[str, object], flags: tuple[str, ...]
 ) -> None:
     (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
     everything = {"active_ratio": 1.0} if method == "resa" else {}
-    with serve(mellum, *FLAGS, *flags, method=method, config=config, env=AT_ONCE) as server:
+    with serve(model.folder, *FLAGS, *flags, method=method, config=config, env=AT_ONCE) as server:
         before = sparse_state(server)
         assert off(forced(server, prompt, tokens, **everything), likely(prompt, tokens)) < 1e-4
         used = spent(server, before)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checkpoints import by_transformers, random_windowed
+from checkpoints import by_transformers, random_chunked, random_windowed
 from safetensors.torch import load_file, save_file
 from server_requests import (
     ask,
@@ -128,6 +128,18 @@ def test_other_families_agree_with_transformers(
     with serve(tmp_path, *CHUNKS, *flags, config=RESA) as server:
         assert sparse_state(server)["config"]["layers"] == "2,5"
         assert_agrees(server, likely, prompt, tokens, INTERVAL + PAGE)
+        assert_nothing_leaked(server)
+
+
+def test_text_of_llama_4_agrees_with_transformers_in_one_pool(serve, tmp_path: Path) -> None:
+    """SGLang knows the chunks in the class with towers alone."""
+    likely = by_transformers(random_chunked(tmp_path, WINDOW, towers=False))
+    (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
+    class_ = ("--json-model-override-args", '{"architectures": ["Llama4ForConditionalGeneration"]}')
+    with serve(tmp_path, *CHUNKS, *ONE_POOL[:1], *class_, config={**RESA, "check_exactness": True}) as server:
+        assert sparse_state(server)["config"]["layers"] == "3,7"
+        assert_agrees(server, likely, prompt, tokens, INTERVAL + PAGE)
+        assert_exact(server)
         assert_nothing_leaked(server)
 
 

@@ -151,6 +151,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "unseen_chunks": {
+        **_SIZES,
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "head_dim": 64,
+        "attention_chunk_size": 1024,
+    },
     "local_attention": {
         "architectures": ["Llama4ForConditionalGeneration"],
         "model_type": "llama4",
