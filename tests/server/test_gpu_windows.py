@@ -1,10 +1,13 @@
-"""On a GPU both decode graphs of a model with windows attend to all that they should, with sinks and two pools too."""
+"""On a GPU both decode graphs of a model with windows or chunks attend to all that they should.
+
+With sinks and two pools too.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import random_windowed
+from checkpoints import random_chunked, random_windowed
 from server_requests import assert_nothing_leaked, forced, logprobs, random_prompts, sparse_state, spent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -15,23 +18,36 @@ RESA = {"active_ratio": 1.0, "rectify_interval": INTERVAL, "dense_fallback": "ne
 # SGLang frees a window's past every 128 tokens otherwise.
 AT_ONCE = {"SGLANG_SWA_EVICTION_INTERVAL": "1"}
 # The heads of Gemma 3 as published, in all sizes but the largest, and of gpt-oss, which has sinks and two KV pools.
+# Llama 4 has two pools, and norms of queries and keys, which have no test on CPUs.
 HEADS = {
     "Gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
     "GptOss": {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64},
+    "Llama4": {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128, "use_qk_norm": True},
 }
 
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [("Gemma3", "fa3"), ("Gemma3", "flashinfer"), ("Gemma3", "triton"), ("GptOss", "fa3"), ("GptOss", "triton")],
+    [
+        ("Gemma3", "fa3"),
+        ("Gemma3", "flashinfer"),
+        ("Gemma3", "triton"),
+        ("GptOss", "fa3"),
+        ("GptOss", "triton"),
+        ("Llama4", "fa3"),
+    ],
 )
 def test_all_pages_are_dense_attention(serve, tmp_path: Path, family: str, backend: str) -> None:
     """Short and long rows, within the window and beyond it; steps that are forced differ by rounding alone."""
-    model = random_windowed(tmp_path, family, 512, **HEADS[family])
+    chunked = family == "Llama4"
+    if chunked:
+        model = random_chunked(tmp_path, 512, **HEADS[family])
+    else:
+        model = random_windowed(tmp_path, family, 512, **HEADS[family])
     with serve(model, *FLAGS, "--attention-backend", backend, config=RESA, env=AT_ONCE) as server:
-        assert ("Use sliding window memory pool" in server.log()) is (family == "GptOss")
+        assert ("Use sliding window memory pool" in server.log()) is (family != "Gemma3")
         state = sparse_state(server)
-        assert state["sparse_layers"] == FULL and state["config"]["layers"] == "2,5"
+        assert state["sparse_layers"] == FULL and state["config"]["layers"] == ("3,7" if chunked else "2,5")
         for length in (40, 600, 3000):
             (prompt,), (tokens,) = random_prompts(1, [length], 1000), random_prompts(2, [40], 1000)
             before = sparse_state(server)

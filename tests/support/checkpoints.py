@@ -111,7 +111,7 @@ def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **
     return _save(path, model, 1024, {})
 
 
-def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = True) -> Path:
+def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = True, **config: Any) -> Path:
     """Random float32 checkpoint of Llama 4: 3 and 7 of eight layers attend to all tokens, the others within chunks.
 
     Hidden 256, 8 query and 2 KV heads of 32. The temperature of the former changes every 48 tokens. Without CUDA SGLang
@@ -122,6 +122,7 @@ def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = Tr
         chunk: tokens of a chunk.
         seed: of the weights.
         towers: whether it has a vision tower, as published ones; else it is of the class for text.
+        **config: fields of its text config.
     """
     import torch
     from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
@@ -129,13 +130,13 @@ def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = Tr
     torch.manual_seed(seed)
     text = {**_sizes(8, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "use_qk_norm": False}
     text |= {"attention_chunk_size": chunk, "floor_scale": 48, "attn_scale": 0.5, "intermediate_size_mlp": 512}
-    text["interleave_moe_layer_step"] = 9
+    text |= {"interleave_moe_layer_step": 9, **config}
     if not towers:
         return _save(path, Llama4ForCausalLM(Llama4TextConfig(**text)), 1024, {})
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 56, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
-    config = Llama4Config(text_config=text, vision_config=vision)
-    return _save(path, Llama4ForConditionalGeneration(config), 1024, {})
+    both = Llama4Config(text_config=text, vision_config=vision)
+    return _save(path, Llama4ForConditionalGeneration(both), 1024, {})
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
