@@ -297,8 +297,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             *LORA,
             on("returned indexer top-k", "enable_return_indexer_topk"),
             on("a page size", "page_size", 32),
-            on("a float16 model", "dtype", "half"),
-            on("a float16 model", "dtype", "float16"),
+            *(on("a float16 model", "dtype", name) for name in ("half", "float16")),
         ),
     ),
     "PREFILL_LIMITS": (

@@ -106,7 +106,7 @@ def test_without_the_kept_windows_follow_ups_are_wrong(serve, tmp_path: Path, mo
 
 def test_requests_together_share_a_small_pool_of_windows(serve, model: Model, likely: Likely) -> None:
     """Requests are retracted, windows in the prefix cache are evicted, and follow-ups agree all the same."""
-    flags = ("--max-total-tokens", "4096", "--swa-full-tokens-ratio", "0.15", "--max-running-requests", "6")
+    flags = ("--max-total-tokens", "4096", "--swa-full-tokens-ratio", "0.25", "--max-running-requests", "6")
     with serve(model.folder, *FLAGS, *flags, config=RESA, env={**AT_ONCE, **RETRACT}) as server:
         prompts = random_prompts(5, (150, 180, 210, 250, 290, 335), 1000)
         before, shared = sparse_state(server), 0
