@@ -355,9 +355,9 @@ def dense_backends(kind: str, gpu: bool, sinks: bool = False, chunks: bool = Fal
     """
     others = {*(_CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS)}
     if gpu and (sinks or chunks):
-        # SGLang's have no argument for sinks there.
+        # SGLang has neither there.
         others |= {"flashinfer", "torch_native"}
     if gpu and chunks:
-        # It would attend to all tokens, and read the chunks' KV in the slots of the other pool.
+        # Layers with chunks would attend to all tokens there, and read their KV in slots of the other pool.
         others |= {"triton"}
     return tuple(name for name in DENSE_BACKENDS[kind] if name not in others)

@@ -24,7 +24,7 @@ from server_requests import (
 from launch.server import ServerProcess
 
 PAGE, WINDOW = 16, 64
-# So long, and for prompts of this length, SGLang frees what a pass reads of a chunk; pages hide shorter intervals.
+# With an interval of a page, or prompts that end early in a chunk, SGLang keeps what a pass reads of the chunk anyway.
 INTERVAL, PROMPT = 32, 316
 FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
 RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
