@@ -30,6 +30,10 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _run(recipe: Recipe) -> str:
+    return recipe.run if recipe.run == "not run" else f"run {recipe.run}"
+
+
 def _listed(name: str) -> list[str]:
     recipe = recipes.load(name)
     reason = refusal(recipe.arguments(), recipe.attention, True, recipe.config)
@@ -40,7 +44,7 @@ def _listed(name: str) -> list[str]:
         f"{recipe.gpus} x {recipe.gpu}",
         f"{recipe.context_length} tokens",
         " + ".join(methods),
-        recipe.run if recipe.run == "not run" else f"run {recipe.run}",
+        _run(recipe),
         "served" if reason is None else f"refused: {reason}",
     ]
 
@@ -53,7 +57,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def describe(recipe: Recipe) -> str:
     """What a recipe is for, what it needs, and what was measured of it."""
     lines = [
-        f"{recipe.title}: {recipe.gpus} x {recipe.gpu}, {recipe.context_length} tokens",
+        f"{recipe.title}: {recipe.gpus} x {recipe.gpu}, {recipe.context_length} tokens, {_run(recipe)}",
         *(f"before the first start: {step}" for step in recipe.before),
         *(f"note: {note}" for note in recipe.notes),
         *map(str, recipe.measured),

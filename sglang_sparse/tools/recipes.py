@@ -83,7 +83,7 @@ class Recipe(_Table):
     gpus: int = Field(gt=0)
     context_length: int = Field(gt=0)
     mem_fraction_static: float = Field(gt=0, lt=1)
-    run: Literal["with weights", "with dummy weights", "not run"]
+    run: Literal["with weights", "with dummy weights", "not run"] = "not run"
     before: list[str] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     config: dict[str, object] = Field(default_factory=dict)
