@@ -37,11 +37,31 @@ from eval.tasks.infinitebench_tasks import TASKS as GENERATED
 from eval.texts.lengths import length, short_length
 from eval.texts.windows import BOOK
 
-# With the longest question that each is asked, its answer included.
+FORCED = 8192
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is asked of a checkpoint.
+
+    Attributes:
+        longest: tokens of the longest question, its answer included.
+        chat: whether it is instructed; others answer raw prompts, and nothing of InfiniteBench.
+        forced: lengths of texts that are forced through decode.
+        terms: those of its weights, where they ask for more than a licence of open source.
+    """
+
+    longest: int
+    chat: bool = True
+    forced: tuple[int, ...] = (FORCED,)
+    terms: str = ""
+
+
 MODELS = {
-    "Qwen/Qwen2.5-Coder-0.5B-Instruct": 31744,
-    "Qwen/Qwen2.5-Coder-1.5B-Instruct": 31744,
-    "HuggingFaceTB/SmolLM2-135M-Instruct": 8192,
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": Checkpoint(31744),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": Checkpoint(31744),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Checkpoint(8192),
+    "google/gemma-3-270m": Checkpoint(31744, False, (FORCED, 31744), "https://ai.google.dev/gemma/terms"),
 }
 LENGTHS = ("4k", "8k", "16k", "31k")
 SUITES = ("ruler", "niah", "infinitebench", "ppl", "drift")
@@ -50,7 +70,6 @@ TASKS = {"ruler": (11, 1), "niah": (len(NEEDLES), 5), "infinitebench": (len(GENE
 COMMAND = "eval.lab.quality"
 BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 AT_ONCE = "32"
-FORCED = 8192
 # The shortest text holds so many windows of that length.
 BOOK_WINDOWS = 10
 # Every length is decoded sparse, whatever else is in the batch.
@@ -123,7 +142,7 @@ def legs_of(args: argparse.Namespace) -> list[Leg]:
         short = model.split("/")[-1].lower()
         calibration = args.out.absolute() / f"{short}-anchor.json"
         if any(way.prefill == _ANCHOR for way in args.arms):
-            lengths = "8k,16k" if MODELS[model] > FORCED else "6k"
+            lengths = "8k,16k" if MODELS[model].longest > FORCED else "6k"
             config = json.dumps(_ANCHOR[1])
             asked = ("--model-path", path, "--data", str(BOOK), "--lengths", lengths, "--sparse-prefill-config", config)
             found.append(Leg(f"{short}-calibrate", (Command("sglang_sparse.calibrate", calibration.name, asked),)))
@@ -133,28 +152,32 @@ def legs_of(args: argparse.Namespace) -> list[Leg]:
     return found
 
 
-def commands_of(way: Way, short: str, longest: int, args: argparse.Namespace) -> list[Command]:
+def commands_of(way: Way, short: str, checkpoint: Checkpoint, args: argparse.Namespace) -> list[Command]:
     """What an arm's server is asked, shorter lengths first; see the module."""
     found = []
-    for size in sorted({min(size, longest) for size in args.lengths}):
-        for suite in (suite for suite in TASKS if suite in args.suites):
+    suites = [suite for suite in TASKS if suite in args.suites and (checkpoint.chat or suite != "infinitebench")]
+    for size in sorted({min(size, checkpoint.longest) for size in args.lengths}):
+        for suite in suites:
             count = max(1, -(-args.n // TASKS[suite][1]))
             asked = ["--label", way.name, "--lengths", str(size), "--n", str(count), "--concurrency", AT_ONCE]
             asked += ["--expect", way.methods]
+            asked += ["--form", "ruler"] if suite == "niah" and not checkpoint.chat else []
             for name, fields in way.fields.items():
                 asked += ["--also", f"{name}={json.dumps(fields)}"]
             servers = BESIDE_DENSE if way.beside_dense else ("--base-url", URL)
             file = f"{short}-{way.name}-{suite}-{short_length(size)}.jsonl"
             found.append(Command(f"eval.{suite}", file, (*servers, *asked)))
     if way.forces:
-        windows = str(min(BOOK_WINDOWS, max(2, args.n // 5)))
+        windows = min(BOOK_WINDOWS, max(2, args.n // 5))
         sizes = ("--base-url", URL, "--kind", "book,records", "--concurrency", AT_ONCE)
-        if "ppl" in args.suites:
-            asked = (*sizes, "--length", str(FORCED), "--suffix", "512", "--windows", windows)
+        for size in checkpoint.forced if "ppl" in args.suites else ():
+            asked = (*sizes, "--length", str(size), "--suffix", "512")
+            asked += ("--windows", str(max(2, windows * FORCED // size)))
             asked += ("--ratios", "0.05,0.1,0.2,0.4", "--intervals", "0,8,32,128")
-            found.append(Command("eval.ppl_rectify", f"{short}-{way.name}-ppl.jsonl", asked))
+            name = f"{short}-{way.name}-ppl" + (f"-{short_length(size)}" if size != FORCED else "")
+            found.append(Command("eval.ppl_rectify", f"{name}.jsonl", asked))
         if "drift" in args.suites:
-            asked = (*sizes, "--prompt-length", str(FORCED - 1024), "--tokens", "1024", "--n", windows)
+            asked = (*sizes, "--prompt-length", str(FORCED - 1024), "--tokens", "1024", "--n", str(windows))
             found.append(Command("eval.long_generation", f"{short}-{way.name}-drift.jsonl", asked))
     return found
 
@@ -179,6 +202,8 @@ def run(args: argparse.Namespace) -> int:
         EvaluationError: the folder is none, or a file in it is none of results.
     """
     refuse_folder(args.out)
+    for model in (model for model in args.models if MODELS[model].terms):
+        print(f"{model}: its weights are under {MODELS[model].terms}")
     legs = legs_of(args)
 
     def tables(folder: Path) -> str:

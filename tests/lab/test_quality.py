@@ -48,6 +48,16 @@ def test_what_is_run_apart_takes_its_arguments(tmp_path: Path) -> None:
     assert all("10" in arguments for arguments in forced) and len(forced) == 2
 
 
+def test_a_base_model_answers_raw_prompts() -> None:
+    asked = ["--out", "m", "--models", "google/gemma-3-270m", "--arms", "resa", "--lengths", "8k"]
+    (leg,) = quality.legs_of(quality.parse(asked))
+    files = [one.file.removeprefix(f"{leg.name}-").removesuffix(".jsonl") for one in leg.commands]
+    assert files == ["ruler-8k", "niah-8k", "ppl", "ppl-31k", "drift"]
+    niah, longer = leg.commands[1].arguments, leg.commands[3].arguments
+    assert niah[niah.index("--form") + 1] == "ruler"
+    assert longer[longer.index("--length") + 1] == "31744" and longer[longer.index("--windows") + 1] == "2"
+
+
 def test_checkpoints_of_a_folder() -> None:
     legs = quality.legs_of(parsed("--folder", "/models", "--arms", "resa,rocketkv", "--server-args", "--tp-size 2"))
     assert [leg.servers[0].model for leg in legs] == ["/models/Qwen2.5-Coder-0.5B-Instruct"] * 2
