@@ -201,12 +201,30 @@ def test_a_row_that_needs_too_much_gets_all() -> None:
     assert int(rows.view.stats[3]) == len(over)
 
 
-@pytest.mark.parametrize("fields", [{}, {"rope_copy": "on"}, {"insensitive": "full_score"}, {"head_scope": "rank"}])
+@pytest.mark.parametrize("theta1", [0.3, 0.99, 1.0])
+def test_a_budget_keeps_the_heaviest_blocks(theta1: float) -> None:
+    budget = 7
+    whole = Rows(robsa(theta1=min(theta1, 0.999), max_active_ratio=0.999, **UNCALIBRATED))
+    rows = Rows(robsa(theta1=theta1, token_budget=budget * BLOCK + 3, **UNCALIBRATED))
+    query = LatentQuery(rows.nope, rows.rope, rows.cache, rows.last_slots, 0.1, 1.0, lambda mass: mass)
+    mass = rows.method.mass(rows.view, 0, query, rows.aux)
+    for row, (found, needed) in enumerate(zip(rows.select(rows.cache), whole.select(whole.cache), strict=True)):
+        newest = -(-rows.lengths[row] // BLOCK) - 1
+        heaviest = mass[row, : newest + 1].topk(budget - 1).indices.tolist()
+        assert found == (needed if len(needed) < budget else sorted({*heaviest, newest}))
+    assert int(rows.view.stats[3]) == 0, "no row gets all of its blocks"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"rope_copy": "on"}, {"insensitive": "full_score"}, {"head_scope": "rank"}, {"token_budget": 8 * BLOCK}],
+)
 def test_a_step_takes_what_it_says(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured: refreshing, selecting and attending in one layer, by the kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     given = calibration([0.9 if "insensitive" in fields else 1.0])
-    rows = Rows(robsa(calibration=given, max_active_ratio=0.99, **fields))
+    bound = {} if "token_budget" in fields else {"max_active_ratio": 0.99}
+    rows = Rows(robsa(calibration=given, **bound, **fields))
 
     def mean_over_ranks(mass: torch.Tensor) -> torch.Tensor:
         # The interpreter holds what it ran on in cycles.

@@ -11,7 +11,8 @@ Differences from the paper:
 - A layer is sensitive if its similarity is above ``theta2`` over all calibration prompts, and over the long ones too
   (of at least ``min_seq_len`` tokens). Only long rows are decoded sparse, and short prompts raise the mean.
 - The newest block is always attended to.
-- A row that needs more than ``max_active_ratio`` of its blocks attends to all of them.
+- A row that needs more than ``max_active_ratio`` of its blocks attends to all of them; one that needs more than
+  ``token_budget`` to so many of the heaviest.
 - Dense passes may make decode's KV exact again, as in ReSA (``rectify_interval``); off by default.
 """
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.views import BatchView, LatentQuery
 
 ROPE_COPY = "rope_copy"
+# More than the share that ``block_topp`` rounds off of up to 100,000 blocks.
+ROUNDING = 1e-4
 BLOCK_SIZES = tuple(size for size in PAGE_SIZES if size >= 16)
 _UNCALIBRATED = (
     "robsa needs a calibration of this model: python -m sglang_sparse.calibrate --method robsa --model-path MODEL "
@@ -82,6 +85,9 @@ class RobsaConfig(RectifyConfig):
     max_active_ratio: float = Field(
         0.5, gt=0, lt=1, description="A row that needs more than this share of its blocks attends to all of them."
     )
+    token_budget: int | None = Field(
+        None, ge=1, description="Attend to at most this many tokens of a row, though theta1 asks for more."
+    )
     rope_copy: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Store a second, contiguous copy of the rotary keys, which scoring reads faster; auto: off.",
@@ -97,6 +103,18 @@ class RobsaConfig(RectifyConfig):
         if value not in BLOCK_SIZES or value > page:
             fitting = ", ".join(str(size) for size in BLOCK_SIZES if size <= page) or "none at this page size"
             raise ValueError(f"must divide the page of {page} tokens; allowed: {fitting}")
+        return value
+
+    @field_validator("token_budget")
+    @classmethod
+    def _budget_is_the_bound(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is None:
+            return value
+        # The newest block and another one.
+        if value < (least := 2 * info.data.get("block_size", 0)):
+            raise ValueError(f"must be at least 2 * block_size ({least})")
+        if (ratio := info.data.get("max_active_ratio")) != cls.model_fields["max_active_ratio"].default:
+            raise ValueError(f"takes the place of max_active_ratio, which is {ratio:g}: leave one of them out")
         return value
 
     @field_validator("calibration", mode="before")
@@ -147,6 +165,7 @@ class Robsa(DecodeMethod):
         given = config.calibration
         self._calibration = PRESETS[given] if isinstance(given, str) else given
         self._sensitive = self._calibration and frozenset(self._calibration.sensitive(config.theta2))
+        self._budget = (config.token_budget or 0) // config.block_size
 
     @property
     def block_size(self) -> int:
@@ -218,7 +237,11 @@ class Robsa(DecodeMethod):
         return (AuxSpec(ROPE_COPY, shape, model.kv_dtype, copy_rope, before_select=True),)
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
-        """The most blocks that a sparse row attends to, ``floor(n_pages * max_active_ratio)``; all at theta1 1."""
+        """The most blocks that a sparse row attends to: those of the budget, or ``floor(n_pages * max_active_ratio)``,
+        and all at theta1 1.
+        """
+        if self._budget:
+            return torch.full_like(n_pages, self._budget)
         if self.config.theta1 >= 1:
             return n_pages.clone()
         # One block at least: a row that holds a single one is then dense.
@@ -248,11 +271,19 @@ class Robsa(DecodeMethod):
     def select(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> SparseIndices:
         """One selection for all heads, by the mean of their masses."""
         mass = self.mass(view, layer_id, query, pools)
+        top_p = self._within_budget(mass, view) if self._budget else view.row_thresholds
         return SparseIndices(
-            *block_topp(
-                mass, view.page_table, view.n_pages, view.n_select, view.row_thresholds, view.selected, view.stats
-            )
+            *block_topp(mass, view.page_table, view.n_pages, view.n_select, top_p, view.selected, view.stats)
         )
+
+    def _within_budget(self, mass: torch.Tensor, view: BatchView) -> torch.Tensor:
+        """Theta1 of each row, or what its heaviest blocks hold where they fill the budget; the newest one is added."""
+        held = torch.arange(mass.shape[1], device=mass.device) < view.n_pages[:, None]
+        # A float32 sum of a row may depend on how many rows there are.
+        mass = mass.double().where(held, 0.0)
+        heaviest = mass.topk(min(self._budget - 1, mass.shape[1])).values.sum(dim=1)
+        share = heaviest / mass.sum(dim=1) * (1 - ROUNDING)
+        return torch.minimum(view.row_thresholds, share.to(torch.float32))
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """The most that one step takes: refreshing the keys' copy, selecting, or attending, one after the other."""
@@ -271,6 +302,9 @@ class Robsa(DecodeMethod):
         ]
         if self.config.rope_copy == "on":
             steps.append(rows * (self.config.page_size * rope * model.kv_dtype.itemsize + torch.int64.itemsize))
+        if self._budget:
+            # What is held, its masses before and after, and the heaviest with their places.
+            steps.append(rows * (17 * width + 16 * min(self._budget, width)))
         # The reduction over ranks may copy the masses; for a full score both parts of the query are put together.
         means = view.scores.nbytes if self.config.head_scope == "global" else 0
         for dim in (rope, whole) if self.config.insensitive == "full_score" else (rope,):
