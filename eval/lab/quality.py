@@ -3,10 +3,10 @@
     python -m eval.lab.quality --out measured
     python -m eval.lab.quality --out measured --models Qwen/Qwen2.5-Coder-0.5B-Instruct --lengths 8k
 
-Every checkpoint answers the generated tasks of RULER and of InfiniteBench and needles at each length, by each arm: a
-way to serve it. The server of resa is also asked to decode dense, and what it answers then is what all arms are held
-against, question by question. ReSA's servers force texts through decode as well, for perplexity against the
-ratio and the rectification interval, and for drift.
+Every checkpoint answers the generated tasks of RULER and of InfiniteBench, if it is instructed, and needles at each
+length, by each arm: a way to serve it. The server of resa is also asked to decode dense, and what it answers then is
+what all arms are held against, question by question. ReSA's servers force texts through decode as well, for perplexity
+against the ratio and the rectification interval, and for drift.
 
 An arm has a server, a suite and length a file. The same command goes on where it was interrupted. When it begins it
 says how many tokens are left to read, and after each arm how long the rest will take at the pace so far. At the end it
@@ -46,13 +46,16 @@ class Checkpoint:
 
     Attributes:
         longest: tokens of the longest question, its answer included.
-        chat: whether it is instructed; others answer raw prompts, and nothing of InfiniteBench.
+        chat: whether it is instructed; others are asked for needles without a chat template, and nothing of
+            InfiniteBench.
+        arms: what serves it; all where it is empty.
         forced: lengths of texts that are forced through decode.
         terms: those of its weights, where they ask for more than a licence of open source.
     """
 
     longest: int
     chat: bool = True
+    arms: tuple[str, ...] = ()
     forced: tuple[int, ...] = (FORCED,)
     terms: str = ""
 
@@ -61,7 +64,14 @@ MODELS = {
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": Checkpoint(31744),
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": Checkpoint(31744),
     "HuggingFaceTB/SmolLM2-135M-Instruct": Checkpoint(8192),
-    "google/gemma-3-270m": Checkpoint(31744, False, (FORCED, 31744), "https://ai.google.dev/gemma/terms"),
+    # A model with windows cannot be calibrated, and RocketKV has no kernel for its heads.
+    "google/gemma-3-270m": Checkpoint(
+        31744,
+        chat=False,
+        arms=("resa", "resa-paper", "skip_softmax", "true_mass", "random_pages"),
+        forced=(FORCED, 31744),
+        terms="https://ai.google.dev/gemma/terms",
+    ),
 }
 LENGTHS = ("4k", "8k", "16k", "31k")
 SUITES = ("ruler", "niah", "infinitebench", "ppl", "drift")
@@ -141,12 +151,13 @@ def legs_of(args: argparse.Namespace) -> list[Leg]:
         path = str(args.folder / model.split("/")[-1]) if args.folder else model
         short = model.split("/")[-1].lower()
         calibration = args.out.absolute() / f"{short}-anchor.json"
-        if any(way.prefill == _ANCHOR for way in args.arms):
+        arms = [way for way in args.arms if way.name in (MODELS[model].arms or [way.name])]
+        if any(way.prefill == _ANCHOR for way in arms):
             lengths = "8k,16k" if MODELS[model].longest > FORCED else "6k"
             config = json.dumps(_ANCHOR[1])
             asked = ("--model-path", path, "--data", str(BOOK), "--lengths", lengths, "--sparse-prefill-config", config)
             found.append(Leg(f"{short}-calibrate", (Command("sglang_sparse.calibrate", calibration.name, asked),)))
-        for way in args.arms:
+        for way in arms:
             server = way.server(path, calibration, shlex.split(args.server_args))
             found.append(Leg(f"{short}-{way.name}", tuple(commands_of(way, short, MODELS[model], args)), server))
     return found

@@ -1,9 +1,14 @@
-"""The kinds of models that are served without some flags and fields, and what refuses these.
+"""The kinds of models that are served without some flags and fields, and the refusal of these.
 
 **Recurrent states.** A sparse step leaves approximate KV and an approximate state, which the next step overwrites.
 Rectification goes on from copies, see ``attention/exact_states.py``. SGLang's strategy ``extra_buffer`` stores states
 for the prefix cache at multiples of a number of tokens: rows that rectify do so there, and ``scheduler/exact_kv.py``
 keeps out what other rows store behind a sparse step.
+
+**Windows and chunks.** SGLang may give their layers a KV pool of their own, and frees there what lies before a window,
+which for chunks is as long as a chunk. ``scheduler/exact_kv.py`` keeps what rectification reads of it; what else reads
+KV of the past, or writes it elsewhere, is refused. ``--disable-hybrid-swa-memory`` keeps all KV in one pool, and needs
+more memory.
 
 **Towers for images and videos.** Rectification encodes generated tokens alone, whose positions behind an image are
 those that SGLang's decoding gives them, see ``partial_batch.position_info``.
@@ -11,18 +16,64 @@ those that SGLang's decoding gives them, see ``partial_batch.position_info``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.flag_predicates import require_none
-from sglang_sparse.hooks.model_limits import TEXT_ALONE, ModelKind, has_towers, state_layers, unproven
-from sglang_sparse.hooks.window_pools import CHUNKS, WINDOW_POOL
-from sglang_sparse.methods.support import FlagLimit, given
+from sglang_sparse.hooks.flag_predicates import environment, require_none, uses_dp_attention
+from sglang_sparse.hooks.model_limits import TEXT_ALONE, has_towers, state_layers
+from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.groups import PrefillGroups
+
+_NOT_PROVEN = "not proven yet"
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model that methods serve without some flags and fields.
+
+    Attributes:
+        name: the kind.
+        applies: whether SGLang's ``ModelConfig`` is of this kind.
+        limits: the flags.
+        fields: the fields of configs that must be false, with reasons.
+        no_prefill: why no prefill method serves it; empty where some do.
+    """
+
+    name: str
+    applies: Callable[[ModelConfig], bool]
+    limits: tuple[FlagLimit, ...]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    no_prefill: str = ""
+
+
+def _most(other: str = "", **reasons: str) -> tuple[FlagLimit, ...]:
+    """Return limits of the flags that most kinds of models refuse.
+
+    Args:
+        other: what else cures each.
+        **reasons: why, by the field of the flag, where a reason is known.
+    """
+    drafts, sessions, alone = "speculative_algorithm", "enable_streaming_session", "enable_deterministic_inference"
+    cures = (
+        ("speculative decoding", drafts, given(drafts), "leave out --speculative-algorithm"),
+        ("--disaggregation-mode", "", other_than("disaggregation_mode", "null"), "allowed: null"),
+        ("pipeline parallelism", "", above_one("pp_size"), "allowed: --pp-size 1"),
+        ("data-parallel attention", "", uses_dp_attention, "leave out --enable-dp-attention"),
+        ("hierarchical cache", "", given("enable_hierarchical_cache"), "leave out --enable-hierarchical-cache"),
+        ("streaming sessions", sessions, given(sessions), "leave out --enable-streaming-session"),
+        ("deterministic inference", alone, deterministic, "leave out --enable-deterministic-inference"),
+    )
+    return tuple(
+        FlagLimit(name, lambda args, got=got: got(args) or None, f"{reasons.get(flag, _NOT_PROVEN)}; {cure}{other}")
+        for name, flag, got, cure in cures
+    )
 
 
 def _strategy(args: Arguments) -> object | None:
@@ -63,14 +114,50 @@ STATES = ModelKind(
             given("enable_mixed_chunk"),
             "which states a mixed pass stores is not proven yet; leave out --enable-mixed-chunk",
         ),
-        # A turn of a streaming session would go on from the state behind a sparse answer.
-        *unproven(),
+        *_most(
+            speculative_algorithm="what a verification does to the states is not followed",
+            enable_streaming_session="a turn would go on from the state behind a sparse answer",
+            enable_deterministic_inference="it is not proven that the kernels of states compute each row as if alone",
+        ),
     ),
     {
         "check_exactness": "a node of the prefix cache without a state cannot be computed again",
         "rectify_on_finish": "an answer is shared up to its last stored state, which is exact anyway",
     },
     no_prefill="states are stored at other places than those where the KV of sparse prefill may be shared",
+)
+
+_ONE_POOL = "--disable-hybrid-swa-memory"
+
+WINDOW_POOL = ModelKind(
+    "a model with a KV pool for its windows",
+    lambda model: model.is_hybrid_swa,
+    (
+        *_most(f", or add {_ONE_POOL}"),
+        FlagLimit(
+            "early release of windows",
+            environment("SGLANG_OPT_RELEASE_PREFILL_SWA"),
+            "rectification reads the windows of a prompt for longer; unset the variable",
+        ),
+    ),
+    {"check_exactness": f"a prefix without its windows cannot be computed again; or add {_ONE_POOL}"},
+)
+
+CHUNKS = ModelKind(
+    "a model with chunked attention",
+    lambda model: model.is_local_attention_model,
+    (
+        FlagLimit(
+            "speculative decoding",
+            given("speculative_algorithm"),
+            "SGLang's CUDA graphs verify drafts without chunks; leave out --speculative-algorithm",
+        ),
+        FlagLimit(
+            "mixed chunk",
+            given("enable_mixed_chunk"),
+            "SGLang's FA3 attends to all tokens in a mixed pass; leave out --enable-mixed-chunk",
+        ),
+    ),
 )
 
 _TEXT = f", or serve text alone by {TEXT_ALONE}"
@@ -86,7 +173,7 @@ TOWERS = ModelKind(
         ),
         FlagLimit("mixed chunk", given("enable_mixed_chunk"), f"not proven yet; leave out --enable-mixed-chunk{_TEXT}"),
         # With --rl-on-policy-target SGLang numbers all tokens as text.
-        *unproven(_TEXT),
+        *_most(_TEXT),
     ),
     # Of images, ids reach 31 bits, see ``prefix_keys.TOKEN_BITS``.
     no_prefill=f"keys of its groups have no room for the ids of images; text alone is served by {TEXT_ALONE}",
@@ -123,3 +210,27 @@ def require_kinds(args: Arguments, settings: Settings, model: ModelConfig) -> No
             if any(getattr(config, name, False) for config in configs):
                 with within(settings.flag):
                     raise SparseArgumentError(field=name, got=True, allowed="false", where=where, hint=hint)
+
+
+def refuse_interval(interval: int, settings: Settings, model: ModelConfig) -> None:
+    """Refuse an interval for which a request would keep much more of its windows than the server was planned for.
+
+    Args:
+        interval: tokens between rectifications, above 0.
+        settings: the server's methods.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        SparseArgumentError: it is longer than the server's own, and than the tokens that SGLang keeps anyway.
+    """
+    if not model.is_hybrid_swa:
+        return
+    from sglang.srt.environ import envs
+
+    own = settings.rectify.rectify_interval if settings.rectify else 0
+    most = max(own, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+    if interval > most:
+        hint = f"so much is kept of the windows; start the server with a longer interval, or with {_ONE_POOL}"
+        raise SparseArgumentError(
+            field="rectify_interval", got=interval, allowed=f"at most {most}", where="on this server", hint=hint
+        )

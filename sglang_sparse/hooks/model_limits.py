@@ -1,14 +1,10 @@
-"""The table of the kinds of models that a sparse server refuses, with reasons; and what others are served without."""
+"""The table of the kinds of models that a sparse server refuses, with reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from sglang_sparse.config.arguments import deterministic
-from sglang_sparse.hooks.flag_predicates import uses_dp_attention
-from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import ModelConfig
@@ -29,43 +25,6 @@ class ModelLimit:
     applies: Callable[[ModelConfig], bool]
     reason: str
     own_selection: bool = False
-
-
-@dataclass(frozen=True)
-class ModelKind:
-    """A kind of model that methods serve without some flags and fields.
-
-    Attributes:
-        name: the kind.
-        applies: whether SGLang's ``ModelConfig`` is of this kind.
-        limits: the flags.
-        fields: the fields of configs that must be false, with reasons.
-        no_prefill: why no prefill method serves it; empty where some do.
-    """
-
-    name: str
-    applies: Callable[[ModelConfig], bool]
-    limits: tuple[FlagLimit, ...]
-    fields: Mapping[str, str] = field(default_factory=dict)
-    no_prefill: str = ""
-
-
-def unproven(other: str = "") -> tuple[FlagLimit, ...]:
-    """Return limits of the flags that no kind of model has been proven with; ``other`` ends each: what else to type."""
-    cures = (
-        ("speculative decoding", given("speculative_algorithm"), "leave out --speculative-algorithm"),
-        ("--disaggregation-mode", other_than("disaggregation_mode", "null"), "allowed: null"),
-        ("pipeline parallelism", above_one("pp_size"), "allowed: --pp-size 1"),
-        ("data-parallel attention", uses_dp_attention, "leave out --enable-dp-attention"),
-        ("hierarchical cache", given("enable_hierarchical_cache"), "leave out --enable-hierarchical-cache"),
-        ("streaming sessions", given("enable_streaming_session"), "leave out --enable-streaming-session"),
-        (
-            "deterministic inference",
-            lambda args: deterministic(args) or None,
-            "leave out --enable-deterministic-inference",
-        ),
-    )
-    return tuple(FlagLimit(name, got, f"not proven yet; {cure}{other}") for name, got, cure in cures)
 
 
 # Those of models whose layers with recurrent states stay dense.
@@ -147,7 +106,9 @@ def _layer_types(model: ModelConfig) -> Sequence[str]:
 
 
 def _unseen_chunks(model: ModelConfig) -> bool:
-    return _CHUNKED in _layer_types(model) and not model.is_local_attention_model
+    return _CHUNKED in _layer_types(model) and (
+        not model.is_local_attention_model or model.model_impl == "transformers"
+    )
 
 
 # With "language_model_only" SGLang computes no M-RoPE positions. Models of these files do without.
@@ -188,7 +149,7 @@ MODEL_LIMITS = (
     ModelLimit(
         "model whose chunks SGLang does not see",
         _unseen_chunks,
-        "it has chunked attention in Llama4ForConditionalGeneration alone: "
+        "it has chunks in its own Llama4ForConditionalGeneration alone: leave out --model-impl, or add "
         """--json-model-override-args '{"architectures": ["Llama4ForConditionalGeneration"]}'""",
     ),
     ModelLimit(

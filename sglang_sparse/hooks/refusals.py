@@ -10,7 +10,7 @@ from sglang_sparse.config.arguments import SPARSE_SELF, deterministic, drafts_it
 from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks import dsa_flags, kv_dtypes, window_pools
+from sglang_sparse.hooks import dsa_flags, kv_dtypes
 from sglang_sparse.hooks.flag_predicates import listed, refused_flags, require_none
 from sglang_sparse.hooks.layer_checks import fit_layers
 from sglang_sparse.hooks.limits import (
@@ -29,7 +29,7 @@ from sglang_sparse.hooks.limits import (
     VERIFY_LIMITS,
     dense_backends,
 )
-from sglang_sparse.hooks.model_kinds import refuse_prefill, require_kinds
+from sglang_sparse.hooks.model_kinds import refuse_interval, refuse_prefill, require_kinds
 from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit, state_layers
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
@@ -212,7 +212,7 @@ def require_interval(interval: int, args: Arguments, settings: Settings, model: 
         if limit is not None and 0 < limit < interval:
             allowed = f"at most the {name} of {limit}"
             raise SparseArgumentError(field="rectify_interval", got=interval, allowed=allowed)
-    window_pools.refuse_interval(interval, settings, model)
+    refuse_interval(interval, settings, model)
     if found := refused_flags(args, RECTIFY_LIMITS):
         hint = f"it has {listed(found)}"
         raise SparseArgumentError(

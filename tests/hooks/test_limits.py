@@ -90,7 +90,7 @@ OF_KINDS = {
             *_OF_MOST,
         ),
     ),
-    "a model with chunked attention": ("local_attention", _DRAFTS),
+    "a model with chunked attention": ("local_attention", (*_DRAFTS, on("mixed chunk", "enable_mixed_chunk"))),
     "a model with a KV pool for its windows": (
         "two_pools",
         (*_OF_MOST, Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA")),
@@ -384,11 +384,11 @@ def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeyp
     assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [model for model, _ in OF_KINDS.values()])
-def test_a_flag_that_sglang_sets_itself_is_refused(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "triggers"), OF_KINDS.values(), ids=OF_KINDS)
+def test_a_flag_is_refused_after_resolution_too(model: str, triggers: tuple[Trigger, ...], tmp_path: Path) -> None:
     args = of(ServerArgs(model_path=write_config(tmp_path, model), sparse_method="resa"))
-    args.enable_streaming_session = True
-    with refused("streaming sessions", True):
+    setattr(args, *next(iter(triggers[0].flags.items())))
+    with refused(triggers[0].limit, triggers[0].got):
         require_after(args, build("resa", {}))
 
 

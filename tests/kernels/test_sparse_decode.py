@@ -201,8 +201,10 @@ def test_more_results_than_a_program_holds_are_combined_apart(device: str, combi
 def test_every_default_on_the_gpu(case: Case, tokens: int, together: bool, device: str) -> None:
     arguments = poisoned(make(case, device))
     arrivals = no_arrivals(arguments) if together else None
-    got = run_config(arguments, default_config(512, tokens), arrivals=arrivals)
+    got = run_config(arguments, default_config(512, tokens, torch.bfloat16), arrivals=arrivals)
     assert relative_error(got, run_reference(arguments)) < TOLERANCE[case.dtype]
     if arrivals is not None:
-        again = (run_config(arguments, default_config(512, tokens), arrivals=arrivals) for _ in range(100))
+        again = (
+            run_config(arguments, default_config(512, tokens, torch.bfloat16), arrivals=arrivals) for _ in range(100)
+        )
         assert all(torch.equal(got, one) for one in again) and arrivals.count_nonzero() == 0

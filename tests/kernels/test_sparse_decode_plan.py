@@ -74,6 +74,11 @@ def test_deep_programs_where_they_fill_the_gpu_and_combine(
     assert (config.block_tokens, tile_pages, found) == (block_tokens, block_tokens // 16, splits)
 
 
+@pytest.mark.parametrize(("dim", "kv_dtype", "block_tokens"), [(64, BF16, 128), (64, FP8, 64), (128, FP8, 64)])
+def test_heads_of_64_have_large_tiles(dim: int, kv_dtype: torch.dtype, block_tokens: int, h200: torch.device) -> None:
+    assert plan(8, 8, 8, dim, dim, 820, 16, kv_dtype, h200)[0].block_tokens == block_tokens
+
+
 def test_deep_programs_combine_themselves_where_servers_need_them(h200: torch.device) -> None:
     for case in SERVED:
         config, together = planned(case, h200)

@@ -51,6 +51,8 @@ def test_what_is_run_apart_takes_its_arguments(tmp_path: Path) -> None:
 def test_a_base_model_answers_raw_prompts() -> None:
     asked = ["--out", "m", "--models", "google/gemma-3-270m", "--arms", "resa", "--lengths", "8k"]
     (leg,) = quality.legs_of(quality.parse(asked))
+    everything = quality.legs_of(quality.parse(["--out", "m", "--models", "google/gemma-3-270m"]))
+    assert not any("anchor" in one.name or "rocketkv" in one.name for one in everything)
     files = [one.file.removeprefix(f"{leg.name}-").removesuffix(".jsonl") for one in leg.commands]
     assert files == ["ruler-8k", "niah-8k", "ppl", "ppl-31k", "drift"]
     niah, longer = leg.commands[1].arguments, leg.commands[3].arguments

@@ -157,7 +157,8 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
             continue
         assert leg.server.model in SHAPES and "--load-format" in leg.server.arguments()
         flags = leg.server.flags
-        limit = {name: float(flags[flags.index(name) + 1]) for name in flags if name.startswith("--m") or "-l" in name}
+        names = ("--max-total-tokens", "--context-length", "--max-running-requests")
+        limit = {name: int(flags[flags.index(name) + 1]) for name in names}
         facts = {"page_size": 16, "max_total_num_tokens": limit["--max-total-tokens"], "disable_radix_cache": False}
         assert flags[flags.index("--page-size") + 1] == "16"
         needed = []

@@ -26,7 +26,7 @@ DIMS = (64, 128, 256)
 PAGES = 16
 # Query heads of a KV head: the columns of a product.
 MOST_HEADS = 8
-# Of a block, in bytes: two fit a multiprocessor of Hopper, and one of Ada.
+# Shared memory of a block, in bytes: two such blocks fit a multiprocessor of Hopper, and one of Ada.
 _SHARED_BYTES = 98304
 
 

@@ -37,7 +37,7 @@ class Config:
 
 # More programs of small tiles.
 _SMALL = Config(block_tokens=32, num_stages=2, programs_per_processor=6, narrow=True)
-# Heads of 64, not in float8: as many bytes on their way as of others. It won by a fifth over 60 others at 8x128k.
+# As many bytes on their way as with larger heads.
 _SMALL_HEADS = Config(block_tokens=128, num_warps=8, num_stages=2)
 # One deep program a multiprocessor, and the shared memory that it takes with rows of 512 bytes.
 _DEEP = Config(block_tokens=128, num_stages=3, programs_per_processor=1)
@@ -69,9 +69,7 @@ def plan(
     if config is None:
         row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
         tokens = pairs * pages * page_size // processors
-        config = default_config(row_bytes, tokens)
-        if config == Config() and max(dim, v_dim) <= 64 and kv_dtype.itemsize == 2:
-            config = _SMALL_HEADS
+        config = default_config(row_bytes, tokens, kv_dtype)
         deep = _DEEP_TOKENS <= tokens < _DEEP_BELOW and row_bytes == 512
         if deep and _fits_deep(pairs, group, v_dim, device):
             config = _DEEP
@@ -80,20 +78,20 @@ def plan(
     return config, tile_pages, splits
 
 
-def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
+def default_config(row_bytes: int, tokens_per_processor: int, kv_dtype: torch.dtype) -> Config:
     """What was fastest on one H200, see ``eval.lab.bench_kernels``, where `_fits_deep` finds nothing better.
 
     Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
     programs as fit a multiprocessor in registers and in shared memory. Tried beside these, without gain: 98 other
     tiles, warps, stages and numbers of programs at 6x128k, 4x256k and 8x64k; 260 with one row of 32k, 128k and 256k,
     of which `_DEEP` won by a tenth at 128k, as with one to eight rows of 16k to 128k, and by a fiftieth at 8x64k,
-    16x64k and 4x256k; FA3 and FlashInfer over the same pages.
+    16x64k and 4x256k; 60 with heads of 64 at 8x128k; FA3 and FlashInfer over the same pages.
     """
     if tokens_per_processor < _FEWEST_TOKENS and row_bytes <= 512:
         return Config(block_tokens=32, num_warps=2, num_stages=4, programs_per_processor=6)
     if tokens_per_processor < _FEW_TOKENS or row_bytes > 512:
         return _SMALL
-    return Config()
+    return _SMALL_HEADS if row_bytes == 256 and kv_dtype.itemsize == 2 else Config()
 
 
 def _fits_deep(pairs: int, group: int, v_dim: int, device: torch.device) -> bool:
