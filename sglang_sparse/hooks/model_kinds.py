@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.groups import PrefillGroups
-
-_NOT_PROVEN = "not proven yet"
 
 
 @dataclass(frozen=True)
@@ -53,26 +52,28 @@ class ModelKind:
     no_prefill: str = ""
 
 
-def _most(other: str = "", **reasons: str) -> tuple[FlagLimit, ...]:
+def _most(other: str = "", reasons: Mapping[str, str] = MappingProxyType({})) -> tuple[FlagLimit, ...]:
     """Return limits of the flags that most kinds of models refuse.
 
     Args:
         other: what else cures each.
-        **reasons: why, by the field of the flag, where a reason is known.
+        reasons: why, by the name of the limit, where it is known.
     """
-    drafts, sessions, alone = "speculative_algorithm", "enable_streaming_session", "enable_deterministic_inference"
     cures = (
-        ("speculative decoding", drafts, given(drafts), "leave out --speculative-algorithm"),
-        ("--disaggregation-mode", "", other_than("disaggregation_mode", "null"), "allowed: null"),
-        ("pipeline parallelism", "", above_one("pp_size"), "allowed: --pp-size 1"),
-        ("data-parallel attention", "", uses_dp_attention, "leave out --enable-dp-attention"),
-        ("hierarchical cache", "", given("enable_hierarchical_cache"), "leave out --enable-hierarchical-cache"),
-        ("streaming sessions", sessions, given(sessions), "leave out --enable-streaming-session"),
-        ("deterministic inference", alone, deterministic, "leave out --enable-deterministic-inference"),
+        ("speculative decoding", given("speculative_algorithm"), "leave out --speculative-algorithm"),
+        ("--disaggregation-mode", other_than("disaggregation_mode", "null"), "allowed: null"),
+        ("pipeline parallelism", above_one("pp_size"), "allowed: --pp-size 1"),
+        ("data-parallel attention", uses_dp_attention, "leave out --enable-dp-attention"),
+        ("hierarchical cache", given("enable_hierarchical_cache"), "leave out --enable-hierarchical-cache"),
+        ("streaming sessions", given("enable_streaming_session"), "leave out --enable-streaming-session"),
+        (
+            "deterministic inference",
+            lambda args: deterministic(args) or None,
+            "leave out --enable-deterministic-inference",
+        ),
     )
     return tuple(
-        FlagLimit(name, lambda args, got=got: got(args) or None, f"{reasons.get(flag, _NOT_PROVEN)}; {cure}{other}")
-        for name, flag, got, cure in cures
+        FlagLimit(name, got, f"{reasons.get(name, 'not proven yet')}; {cure}{other}") for name, got, cure in cures
     )
 
 
@@ -115,9 +116,11 @@ STATES = ModelKind(
             "which states a mixed pass stores is not proven yet; leave out --enable-mixed-chunk",
         ),
         *_most(
-            speculative_algorithm="what a verification does to the states is not followed",
-            enable_streaming_session="a turn would go on from the state behind a sparse answer",
-            enable_deterministic_inference="it is not proven that the kernels of states compute each row as if alone",
+            reasons={
+                "speculative decoding": "what a verification does to the states is not followed",
+                "streaming sessions": "a turn would go on from the state behind a sparse answer",
+                "deterministic inference": "it is not proven that the kernels of states compute each row as if alone",
+            }
         ),
     ),
     {
