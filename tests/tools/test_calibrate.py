@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import random_windowed
 from model_configs import write_config
 from refusals import refused
+from transformers import AutoModelForCausalLM
 
 from sglang_sparse import calibrate
 from sglang_sparse.config.files import read_config
@@ -20,7 +22,7 @@ from sglang_sparse.methods.prefill import PrefillInputs, PrefillSpan
 from sglang_sparse.tools.calibration import anchor as anchor_calibration
 from sglang_sparse.tools.calibration import recall as calibration_recall
 from sglang_sparse.tools.calibration.anchor import choose
-from sglang_sparse.tools.calibration.capture import CalibrationError, Captured
+from sglang_sparse.tools.calibration.capture import CalibrationError, Captured, capture, load_model
 from sglang_sparse.tools.calibration.prompts import Prompts
 from sglang_sparse.tools.calibration.recall import Kept, Tally, candidates, thetas
 from sglang_sparse.tools.calibration.report import layer_rows, report, same_theta_rows
@@ -198,6 +200,27 @@ def test_layers_that_no_theta_serves_stay_dense(
         assert build(None, {}, "anchor", config).prefill is not None
     else:
         assert status == 1 and "reaches a recall of 0.95 in any layer" in capsys.readouterr().err
+
+
+def test_layers_with_windows_are_not_measured(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt longer than the window: what the windowed layers pass on is that of the model itself."""
+    folder = random_windowed(tmp_path, "Gemma3")
+    model = load_model(str(folder), "cpu", torch.float32)
+    tokens, seen = torch.arange(150) % 97, list[Captured]()
+    capture(model, tokens.tolist(), 1, seen.append)
+    assert [one.layer for one in seen] == [2, 5]
+    own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    shown: list[torch.Tensor] = []
+    own.base_model.layers[5].self_attn.v_proj.register_forward_hook(lambda *call: shown.append(call[2]))
+    with torch.inference_mode():
+        own(tokens[None])
+    torch.testing.assert_close(seen[1].value.flatten(1), shown[0][0], atol=1e-4, rtol=1e-4)
+    out = tmp_path / "out.json"
+    given = ["--model-path", str(folder), "--prompts", str(text), "--lengths", "300", "--n", "1", "--out", str(out)]
+    assert calibrate.main([*given, "--sparse-prefill-config", json.dumps(SIZES | {"layers": "1-2"})]) == 1
+    assert "layer 1 does not attend to all earlier tokens" in capsys.readouterr().err
+    assert calibrate.main([*given, "--sparse-prefill-config", json.dumps(SIZES)]) == 0
+    assert [row["layer"] for row in json.loads(out.read_text())["calibration"]["layers"]] == [2, 5]
 
 
 def test_a_layer_that_no_theta_serves_keeps_all() -> None:

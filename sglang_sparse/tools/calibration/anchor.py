@@ -29,7 +29,6 @@ from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import build
 from sglang_sparse.errors import within
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor, AnchorConfig
-from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.tools.calibration.capture import (
     CalibrationError,
     Captured,
@@ -114,7 +113,7 @@ def sparse_layers(method: Anchor, model: ModelFacts) -> tuple[int, ...]:
         message = f"--method anchor does not fit {model.architecture}: {reason}"
         raise CalibrationError(message, field="--model-path", got=model.architecture)
     with within(CONFIG_FLAG, CalibrationError):
-        return parse_layers(method.config.layers, model.num_hidden_layers)
+        return model.layers(method.config.layers)
 
 
 def measure(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglang_sparse import __version__
 from sglang_sparse.errors import SparseArgumentError
+from sglang_sparse.methods.layers import parse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,6 +26,8 @@ IMPLEMENTATION = "captured"
 PACKAGES = ("torch", "transformers")
 # What transformers tells attention functions about a sliding window, a soft cap of the logits and attention sinks.
 OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
+# Its names of layers that do not attend to all earlier tokens, which no method runs in.
+_BOUNDED = ("sliding_attention", "chunked_attention")
 
 
 class CalibrationError(SparseArgumentError):
@@ -88,6 +91,27 @@ class ModelFacts:
     def architecture(self) -> str:
         """Name of the model's class."""
         return (self.hf_config.architectures or ["unknown"])[0]
+
+    def layers(self, spec: str | list[int]) -> tuple[int, ...]:
+        """The layers that a ``layers`` field names; "all" are those that attend to all earlier tokens.
+
+        Raises:
+            SparseArgumentError: it names others, or what is no layer of the model.
+        """
+        named, bounded = parse_layers(spec, self.num_hidden_layers), bounded_layers(self.hf_config)
+        full = tuple(layer for layer in named if layer not in bounded)
+        if spec != "all" and full != named:
+            (first, *_) = bounded.intersection(named)
+            message = f"layer {first} does not attend to all earlier tokens"
+            raise SparseArgumentError(message, field="layers", got=spec, allowed='"all", or some of the others')
+        return full
+
+
+def bounded_layers(config: PretrainedConfig) -> frozenset[int]:
+    """The layers of a checkpoint that attend within a window or a chunk; none where all of them would."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    bounded = frozenset(layer for layer, kind in enumerate(kinds) if kind in _BOUNDED)
+    return bounded if len(bounded) < len(kinds) else frozenset()
 
 
 @contextmanager
@@ -206,11 +230,11 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
         model: as said.
         tokens: ids of the prompt.
         queries: how many of the last positions.
-        visit: called once for each layer, in their order.
+        visit: called once for each layer but those of `bounded_layers`, in their order.
 
     Raises:
-        CalibrationError: a layer does not let its attention be captured, or attends to something else than all tokens
-            up to its own with a softmax of q·k; a server refuses such models.
+        CalibrationError: another layer does not let its attention be captured, or attends to something else than all
+            tokens up to its own with a softmax of q·k.
     """
     from transformers import AttentionInterface
 
@@ -220,10 +244,11 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
         seen.append(captured.layer)
         visit(captured)
 
-    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries))
+    bounded = bounded_layers(model.config)
+    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries, bounded))
     ids = torch.tensor([tokens], device=model.device)
     model.base_model(input_ids=ids, use_cache=False)
-    layers = list(range(model.config.num_hidden_layers))
+    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in bounded]
     if seen != layers:
         message = f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}"
         raise CalibrationError(message, field="--model-path", got=seen)
@@ -232,6 +257,7 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
 def _attend(
     show: Callable[[Captured], None],
     queries: int,
+    bounded: frozenset[int],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -242,6 +268,8 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     layer = int(getattr(module, "layer_idx"))  # noqa: B009
+    if layer in bounded:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     odd = [name for name in OTHER_ATTENTION if options.get(name) is not None]
     # Attention to all earlier tokens needs no mask.
     odd += ["a separate mask"] if attention_mask is not None else []

@@ -36,7 +36,6 @@ from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.errors import within
 from sglang_sparse.methods.fingerprint import fingerprint
 from sglang_sparse.methods.groups import PrefillGroups
-from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.skip_softmax.calibration_file import FORMULA, PHASES, TABLE, Point, SkipCalibration, fit
 from sglang_sparse.tools.calibration.capture import (
     CalibrationError,
@@ -170,7 +169,7 @@ def _layers(settings: Settings, facts: ModelFacts) -> dict[str, list[int]]:
         PHASES, (settings.prefill.config, settings.config), (PREFILL_FLAG, CONFIG_FLAG), strict=True
     ):
         with within(flag, CalibrationError):
-            found[phase] = list(parse_layers(config.layers, facts.num_hidden_layers))
+            found[phase] = list(facts.layers(config.layers))
     return found
 
 
