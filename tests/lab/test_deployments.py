@@ -56,11 +56,11 @@ def test_a_pair_is_started_asked_and_tabulated(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(name, value)
     out = tmp_path / "deployments.jsonl"
     line = ["--model-path", "eval/models/tiny-gqa", "--deployments", "pair", "--transfer", "mori", "--runs", "1"]
-    line += ["--input-length", "600", "--output-length", "96", "--batch", "2", "--out", str(out)]
+    line += ["--input-length", "600", "--output-length", "192", "--batch", "2", "--out", str(out)]
     sparse = f"--sparse-method resa --sparse-config '{json.dumps(CONFIG)}'"
     assert bench_deployments.main([*line, "--sparse", sparse, "--server-args", SERVER]) == 0
     items = {row["arm"]: row for row in read_rows(out) if row["kind"] == "item"}
-    assert all(len(answer) == 96 for row in items.values() for answer in row["tokens"])
+    assert all(len(answer) == 192 for row in items.values() for answer in row["tokens"])
     # Twice two prompts in the run that counts, each in its own rounds.
-    assert items["sparse"]["counters"]["rectified_tokens"] > 4 * 80 and items["dense"]["counters"] is None
+    assert items["sparse"]["counters"]["rectified_tokens"] > 4 * 160 and items["dense"]["counters"] is None
     assert files.any_table(out).splitlines()[2].startswith("| pair | 2 |")

@@ -37,6 +37,7 @@ from sglang_sparse.tools.calibration.capture import (
     device_and_dtype,
     load_model,
     model_facts,
+    shown_layers,
     versions,
 )
 from sglang_sparse.tools.calibration.prompts import FLAGS, FORMS, Prompts
@@ -134,7 +135,7 @@ def measure(
         CalibrationError: see `capture`.
     """
     tallies: dict[int, dict[int, Tally]] = {length: {} for length in prompts}
-    total = sum(map(len, prompts.values())) * model.config.num_hidden_layers
+    total = sum(map(len, prompts.values())) * len(shown_layers(model.config))
     with tqdm(total=total, desc="sglang_sparse.calibrate", unit="layer") as bar:
         for length, several in prompts.items():
 

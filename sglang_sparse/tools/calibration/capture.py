@@ -98,20 +98,22 @@ class ModelFacts:
         Raises:
             SparseArgumentError: it names others, or what is no layer of the model.
         """
-        named, bounded = parse_layers(spec, self.num_hidden_layers), bounded_layers(self.hf_config)
-        full = tuple(layer for layer in named if layer not in bounded)
-        if spec != "all" and full != named:
-            (first, *_) = bounded.intersection(named)
-            message = f"layer {first} does not attend to all earlier tokens"
-            raise SparseArgumentError(message, field="layers", got=spec, allowed='"all", or some of the others')
-        return full
+        named, shown = parse_layers(spec, self.num_hidden_layers), shown_layers(self.hf_config)
+        others = [layer for layer in named if layer not in shown]
+        if others and spec != "all":
+            message, allowed = f"layer {others[0]} does not attend to all earlier tokens", f'"all", or some of {shown}'
+            raise SparseArgumentError(message, field="layers", got=spec, allowed=allowed)
+        return tuple(layer for layer in named if layer in shown)
 
 
-def bounded_layers(config: PretrainedConfig) -> frozenset[int]:
-    """The layers of a checkpoint that attend within a window or a chunk; none where all of them would."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    bounded = frozenset(layer for layer, kind in enumerate(kinds) if kind in _BOUNDED)
-    return bounded if len(bounded) < len(kinds) else frozenset()
+def shown_layers(config: PretrainedConfig) -> list[int]:
+    """The layers of a checkpoint that `capture` shows: all but those that attend within a window or a chunk; where none
+    is left, all.
+    """
+    text = config.get_text_config()
+    layers = range(text.num_hidden_layers)
+    kinds = getattr(text, "layer_types", None) or [""] * len(layers)
+    return [layer for layer in layers if kinds[layer] not in _BOUNDED] or [*layers]
 
 
 @contextmanager
@@ -230,7 +232,7 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
         model: as said.
         tokens: ids of the prompt.
         queries: how many of the last positions.
-        visit: called once for each layer but those of `bounded_layers`, in their order.
+        visit: called once for each of `shown_layers`, in their order.
 
     Raises:
         CalibrationError: another layer does not let its attention be captured, or attends to something else than all
@@ -244,11 +246,10 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
         seen.append(captured.layer)
         visit(captured)
 
-    bounded = bounded_layers(model.config)
-    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries, bounded))
+    layers = shown_layers(model.config)
+    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries, layers))
     ids = torch.tensor([tokens], device=model.device)
     model.base_model(input_ids=ids, use_cache=False)
-    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in bounded]
     if seen != layers:
         message = f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}"
         raise CalibrationError(message, field="--model-path", got=seen)
@@ -257,7 +258,7 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
 def _attend(
     show: Callable[[Captured], None],
     queries: int,
-    bounded: frozenset[int],
+    layers: Sequence[int],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -268,7 +269,7 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     layer = int(getattr(module, "layer_idx"))  # noqa: B009
-    if layer in bounded:
+    if layer not in layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     odd = [name for name in OTHER_ATTENTION if options.get(name) is not None]
     # Attention to all earlier tokens needs no mask.

@@ -45,6 +45,7 @@ from sglang_sparse.tools.calibration.capture import (
     device_and_dtype,
     load_model,
     model_facts,
+    shown_layers,
     versions,
 )
 from sglang_sparse.tools.calibration.mix import long_mix
@@ -217,7 +218,7 @@ def measure(
     Raises:
         CalibrationError: see `capture`; or a layer's attention is not finite.
     """
-    done, number = len(partial.rows), model.config.get_text_config().num_hidden_layers
+    done, number = len(partial.rows), len(shown_layers(model.config))
     total, desc = len(prompts) * number, "sglang_sparse.calibrate"
     with tqdm(total=total, initial=done * number, desc=desc, unit="layer") as bar:
         for tokens in prompts[done:]:
