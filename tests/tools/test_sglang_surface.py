@@ -1,6 +1,7 @@
 """The surface that the plugin needs of SGLang: nothing of it is missing, and what a release moves is named."""
 
 import pkgutil
+import re
 from typing import Any
 
 import pytest
@@ -26,6 +27,12 @@ def test_the_installed_sglang_has_everything(capsys: pytest.CaptureFixture[str])
 def test_each_function_is_hooked_once() -> None:
     """Each is something to follow in the next SGLang: think twice before there is one more."""
     assert len({hook.target for hook in HOOKS}) == len(HOOKS) == 61
+
+
+def test_every_table_of_flags_is_known() -> None:
+    texts = (path.read_text() for path in sglang_surface.PACKAGE.rglob("*.py"))
+    named = {name for text in texts for name in re.findall(r"(?m)^\w+_LIMITS", text)}
+    assert named - {"MODEL_LIMITS"} == {name for name in sglang_surface.flag_limits() if name.isupper()}
 
 
 def test_an_attribute_that_a_class_only_reads_is_not_its_own() -> None:
