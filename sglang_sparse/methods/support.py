@@ -66,6 +66,30 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "full_attention_interval": 4,
     },
+    "chunked MHA/GQA": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {
+            **_SIZES,
+            "model_type": "llama4_text",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_chunk_size": 8192,
+        },
+        "vision_config": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
+    },
+    "multimodal MHA/GQA": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **_SIZES,
+            "model_type": "qwen3_vl_text",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        },
+        "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 4096},
+    },
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -72,8 +73,10 @@ def refusal(
         with TemporaryDirectory(prefix="sglang-sparse-") as folder:
             stand_in = not Path(args.model_path).is_dir()
             if stand_in:
-                longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
-                fields = {**KINDS[kind], "max_position_embeddings": longest, **STAND_IN, **config}
+                fields = {**KINDS[kind]}
+                fields |= deepcopy({**fields, **STAND_IN, **config})
+                text = fields.get("text_config", fields)
+                text["max_position_embeddings"] = max(text.get("max_position_embeddings", 0), args.context_length or 0)
                 (Path(folder) / "config.json").write_text(json.dumps(fields))
                 args.model_path = folder
             settings = resolve(args)

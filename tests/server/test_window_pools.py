@@ -28,6 +28,8 @@ PAGE, WINDOW = 16, 64
 INTERVAL, PROMPT = 32, 316
 FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
 RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
+SKIP_PREFILL = ("--sparse-prefill-method", "skip_softmax")
+SKIP_PREFILL += ("--sparse-prefill-config", '{"threshold_scale_factor": 0, "crossover_tokens": 64}')
 # SGLang frees a window's past every 128 tokens otherwise.
 AT_ONCE = {"SGLANG_SWA_EVICTION_INTERVAL": "1"}
 Likely = Callable[[list[int], list[int]], list[float]]
@@ -145,7 +147,7 @@ def test_prefill_runs_sparse_in_the_layers_of_full_attention(serve, model: Model
     [
         ("resa", RESA, ("--disable-radix-cache", "--max-running-requests", "4")),
         ("rocketkv", {"prompt_budget": 10240, "topk": 10240, "dense_fallback": "never"}, ()),
-        ("skip_softmax", {"threshold_scale_factor": 0, "dense_fallback": "never"}, ()),
+        ("skip_softmax", {"threshold_scale_factor": 0, "dense_fallback": "never"}, SKIP_PREFILL),
     ],
 )
 def test_other_methods_and_an_unshared_pool_agree(
@@ -156,6 +158,7 @@ def test_other_methods_and_an_unshared_pool_agree(
     with serve(model.folder, *FLAGS, *flags, method=method, config=config, env=AT_ONCE) as server:
         before = sparse_state(server)
         assert off(forced(server, prompt, tokens, **everything), likely(prompt, tokens)) < 1e-4
-        used = spent(server, before)
+        after, used = sparse_state(server), spent(server, before)
         assert used["sparse_layer_rows"] > 0 and (used["rectified_tokens"] > 0 or method != "resa")
+        assert flags != SKIP_PREFILL or after["prefill"]["sparse_tokens"] > before["prefill"]["sparse_tokens"]
         assert_nothing_leaked(server)

@@ -20,7 +20,7 @@ PAGE_SIZE, ON_GPU, ON_CPU = (
 PHASE, MODELS, MACHINE, TOGETHER, OTHER_LAYERS = doc_tables.properties()
 FLOAT8 = "`--kv-cache-dtype fp8_e4m3`"
 SCALED = "`--kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json`"
-WINDOWS, HYBRID = "windowed MHA/GQA", "hybrid MHA/GQA"
+WINDOWS, HYBRID, CHUNKS, IMAGES = (f"{kind} MHA/GQA" for kind in ("windowed", "hybrid", "chunked", "multimodal"))
 DECODE_SKIP, PREFILL_SKIP = "skip_softmax", "skip_softmax (prefill)"
 
 
@@ -76,7 +76,7 @@ _OF_BOTH_PHASES = {
 }
 _WINDOWS = _SERVER.format("windows")
 _NOTHING_OUT = _WINDOWS + "other_methods_that_leave_nothing_out_agree"
-_STATES = _SERVER.format("state_models")
+_STATES, _POOLS, _MEDIA = map(_SERVER.format, ("state_models", "window_pools", "media"))
 _OTHER_FIELDS = "itself with other fields"
 
 # What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``reproduce``.
@@ -142,6 +142,17 @@ PROOFS: Mapping[Cell, str] = {
     Cell(MODELS, "resa", HYBRID): _STATES + "dense_and_all_pages_agree_with_transformers",
     **{
         Cell(MODELS, method, HYBRID): _STATES + "other_methods_that_leave_nothing_out_agree"
+        for method in ("rocketkv", DECODE_SKIP)
+    },
+    Cell(MODELS, "resa", CHUNKS): _POOLS + "follow_ups_hit_generated_tokens_and_agree",
+    Cell(MODELS, "anchor", CHUNKS): _POOLS + "prefill_runs_sparse_in_the_layers_of_full_attention",
+    **{
+        Cell(MODELS, method, CHUNKS): _POOLS + "other_methods_and_an_unshared_pool_agree"
+        for method in ("rocketkv", DECODE_SKIP, PREFILL_SKIP)
+    },
+    Cell(MODELS, "resa", IMAGES): _MEDIA + "answers_behind_an_image_agree_with_transformers",
+    **{
+        Cell(MODELS, method, IMAGES): _MEDIA + "other_methods_that_leave_nothing_out_agree"
         for method in ("rocketkv", DECODE_SKIP)
     },
     # What takes a GPU.

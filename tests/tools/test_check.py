@@ -174,7 +174,8 @@ def test_a_new_limit_is_a_no_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_method_is_a_row_and_a_column_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.PREFILL_METHODS, "stripes", registry.PREFILL_METHODS["anchor"])
-    assert "`--sparse-prefill-method stripes` | prefill | MHA/GQA, windowed MHA/GQA |" in doc_tables.methods_table()
+    models = "MHA/GQA, windowed MHA/GQA, chunked MHA/GQA"
+    assert f"`--sparse-prefill-method stripes` | prefill | {models} |" in doc_tables.methods_table()
     head, _, *rows = doc_tables.features_table().splitlines()
     assert head.endswith("| stripes |")
     assert next(row for row in rows if row.startswith("| `--kv-cache-dtype fp8_e4m3` |")).endswith("| no |")
