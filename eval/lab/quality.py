@@ -64,7 +64,7 @@ MODELS = {
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": Checkpoint(31744),
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": Checkpoint(31744),
     "HuggingFaceTB/SmolLM2-135M-Instruct": Checkpoint(8192),
-    # A model with windows cannot be calibrated, and RocketKV has no kernel for its heads.
+    # Its thresholds have not been calibrated, and RocketKV has no kernel for its heads.
     "google/gemma-3-270m": Checkpoint(
         31744,
         chat=False,

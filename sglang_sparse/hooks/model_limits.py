@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_sparse.methods.layers import BOUNDED, CHUNKED
+
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import ModelConfig
 
@@ -95,10 +97,7 @@ def windowed_layers(model: ModelConfig) -> frozenset[int]:
         return frozenset(model.swa_attention_layer_ids or ())
     kinds = _layer_types(model) if model.sliding_window_size or model.is_local_attention_model else ()
     layers = zip(range(model.num_hidden_layers), kinds, strict=False)
-    return frozenset(layer for layer, kind in layers if kind in ("sliding_attention", _CHUNKED))
-
-
-_CHUNKED = "chunked_attention"
+    return frozenset(layer for layer, kind in layers if kind in BOUNDED)
 
 
 def _layer_types(model: ModelConfig) -> Sequence[str]:
@@ -106,9 +105,7 @@ def _layer_types(model: ModelConfig) -> Sequence[str]:
 
 
 def _unseen_chunks(model: ModelConfig) -> bool:
-    return _CHUNKED in _layer_types(model) and (
-        not model.is_local_attention_model or model.model_impl == "transformers"
-    )
+    return CHUNKED in _layer_types(model) and (not model.is_local_attention_model or model.model_impl == "transformers")
 
 
 # With "language_model_only" SGLang computes no M-RoPE positions. Models of these files do without.

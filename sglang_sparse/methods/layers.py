@@ -9,6 +9,9 @@ from sglang_sparse.errors import SparseArgumentError
 
 # The first and the last layer of a range; None is the model's last one.
 LayerSpan = tuple[int, int | None]
+# Names in ``layer_types`` of a config.json, of layers that do not attend to all earlier tokens.
+CHUNKED = "chunked_attention"
+BOUNDED = ("sliding_attention", CHUNKED)
 LAYERS_FORM = '"all", ids or ranges such as "2-" or "0-3,8", or a list of ids'
 
 

@@ -73,8 +73,8 @@ def refusal(
         with TemporaryDirectory(prefix="sglang-sparse-") as folder:
             stand_in = not Path(args.model_path).is_dir()
             if stand_in:
-                fields = {**KINDS[kind]}
-                fields |= deepcopy({**fields, **STAND_IN, **config})
+                fields = deepcopy({**KINDS[kind], **STAND_IN})
+                fields |= deepcopy({**config})
                 text = fields.get("text_config", fields)
                 text["max_position_embeddings"] = max(text.get("max_position_embeddings", 0), args.context_length or 0)
                 (Path(folder) / "config.json").write_text(json.dumps(fields))

@@ -57,7 +57,7 @@ def _depth(dim: int, count: int) -> int:
 
 
 def _resident(dim: int) -> int:
-    """Blocks of a multiprocessor, as many as its registers hold; fewer run where shared memory is short."""
+    """Blocks of a multiprocessor: its registers hold so many, with any number of centroids."""
     return 4 if dim == 64 else 2
 
 

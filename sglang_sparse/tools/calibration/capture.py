@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_sparse import __version__
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.methods.layers import parse_layers
+from sglang_sparse.methods.layers import BOUNDED, parse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,8 +26,6 @@ IMPLEMENTATION = "captured"
 PACKAGES = ("torch", "transformers")
 # What transformers tells attention functions about a sliding window, a soft cap of the logits and attention sinks.
 OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
-# Its names of layers that do not attend to all earlier tokens, which no method runs in.
-_BOUNDED = ("sliding_attention", "chunked_attention")
 
 
 class CalibrationError(SparseArgumentError):
@@ -113,7 +111,7 @@ def shown_layers(config: PretrainedConfig) -> list[int]:
     text = config.get_text_config()
     layers = range(text.num_hidden_layers)
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
-    return [layer for layer in layers if kinds[layer] not in _BOUNDED] or [*layers]
+    return [layer for layer in layers if kinds[layer] not in BOUNDED] or [*layers]
 
 
 @contextmanager
