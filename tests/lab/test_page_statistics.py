@@ -49,6 +49,7 @@ def test_attention_that_no_sparse_server_serves_is_refused(model: Any, monkeypat
     assert seen == [0]
     monkeypatch.undo()
     monkeypatch.setattr(model.config, "num_hidden_layers", 5)
+    monkeypatch.setattr(model.config, "layer_types", ["full_attention"] * 5)
     with pytest.raises(EvaluationError, match=r"the attention of layers \[0, 1, 2, 3\], it has \[0, 1, 2, 3, 4\]"):
         capture(model, list(range(50)), 4, lambda data: None)
 
