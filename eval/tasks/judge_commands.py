@@ -135,18 +135,24 @@ def gsm8k_task(data: Path, train: Path | None) -> dict[str, Any]:
 
 def serving_command(target: Target, args: argparse.Namespace, length: int, path: Path) -> list[str]:
     """The line that runs SGLang's benchmark client with prompts of `length` tokens, its result going to `path`."""
-    command = ["python", "-m", CLIENT, "--backend", "sglang", "--base-url", args.base_url]
-    command += ["--model", target.folder, "--served-model-name", target.arm.model, "--tokenizer", target.folder]
-    command += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-input-len", str(length)]
-    command += ["--random-output-len", str(args.output_length), "--random-range-ratio", "1"]
+    prompts = ["--dataset-name", "random-ids", "--random-input-len", str(length), "--random-range-ratio", "1"]
+    prompts += ["--random-output-len", str(args.output_length)]
+    command = client_command(target, args.base_url, path, args.seed, *prompts)
     command += ["--num-prompts", str(args.prompts), "--max-concurrency", str(args.concurrency)]
-    command += ["--flush-cache", "--cache-report", "--output-details", "--output-file", str(path)]
-    command += ["--seed", str(args.seed)] if args.seed is not None else []
     if target.arm.options:
         # The client's own sampling parameters go where any are given.
         sampling = {"temperature": 0.0, "max_new_tokens": args.output_length, "ignore_eos": True, **target.arm.options}
         command += ["--extra-request-body", json.dumps({"sampling_params": sampling})]
     return command
+
+
+def client_command(target: Target, url: str, path: Path, seed: int | None, *prompts: str) -> list[str]:
+    """The line that runs SGLang's benchmark client, its result going to `path`; `prompts` are flags that say which."""
+    command = ["python", "-m", CLIENT, "--backend", "sglang", "--base-url", url]
+    command += ["--model", target.folder, "--served-model-name", target.arm.model, "--tokenizer", target.folder]
+    command += ["--tokenize-prompt", *prompts, "--flush-cache", "--cache-report"]
+    command += ["--output-details", "--output-file", str(path)]
+    return command + (["--seed", str(seed)] if seed is not None else [])
 
 
 def run_judge(command: Sequence[str], scratch: Path, log: Path) -> None:

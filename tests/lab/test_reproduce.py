@@ -18,6 +18,7 @@ from eval.lab import (
     bench_decode,
     bench_dsa,
     bench_framework,
+    bench_goodput,
     bench_kernels,
     bench_mla,
     bench_prefill,
@@ -46,6 +47,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.lab.bench_decode": bench_decode.parse,
     "eval.lab.bench_dsa": bench_dsa.parse,
     "eval.lab.bench_framework": bench_framework.parse,
+    "eval.lab.bench_goodput": bench_goodput.parse,
     "eval.lab.bench_kernels": bench_kernels.parse,
     "eval.lab.bench_mla": bench_mla.parse,
     "eval.lab.bench_prefill": bench_prefill.parse,
@@ -97,6 +99,8 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
             "target_sparsity": [*args.sparsity.values()],
         }
         found |= {name: [heads] for name, heads in zip(("q_heads", "kv_heads", "dim"), args.heads, strict=True)}
+    elif module == "eval.lab.bench_goodput":
+        found |= {"arm": list(dict(args.server))}
     elif module == "eval.lab.bench_throughput":
         named = args.server_args.split()
         found |= {

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generated_stubs import goals_of
-from serving_stubs import Connected, FakeServer, after, install, result
+from generated_stubs import goals_of, install_in_turn
+from serving_stubs import FakeServer, after, result, running
 
 from eval.lab import bench_throughput, documents
 from eval.lab.bench_throughput import parse
+from eval.lab.servers import in_turn
 from eval.lab.tables import files
 from eval.live.record import read_rows, this_machine
-from eval.serving import measurement
 
 SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']
 # KV tokens of a prompt that a request holds which has let go of it.
@@ -23,31 +23,22 @@ RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}, "compact": {8: 0.15, 16: 0.25, 3
 
 @pytest.fixture(autouse=True)
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    install(monkeypatch)
     found: list[list[str]] = []
 
     def run_judge(command: list[str], scratch: Path, log: Path) -> None:
         found.append(command)
-        name, batch = after(command, "--base-url").removeprefix("http://"), int(after(command, "--num-prompts"))
-        server = next(server for server in FakeServer.started if server.name == name and not server.closed)
+        server, batch = running(command), int(after(command, "--num-prompts"))
         server.count_decode(int(after(command, "--random-input-len")), batch * 256)
         server.kept["compacted"] += batch
         server.kept["freed_tokens"] += batch * (32768 - HELD)
-        rate = RATES[name][batch]
+        rate = RATES[server.name][batch]
         more = {"request_throughput": rate, "output_throughput": 256 * rate, "duration": batch / rate}
         Path(after(command, "--output-file")).write_text(json.dumps(result(32768, batch, 0.01 * batch, **more)))
 
     monkeypatch.setattr(FakeServer, "step", {"dense": 0.01, "compact": 0.01})
     monkeypatch.setattr(FakeServer, "pool", {"dense": 10**6, "compact": 10**6})
-    monkeypatch.setattr(bench_throughput, "ServerProcess", started)
-    monkeypatch.setattr(bench_throughput, "LiveServer", Connected)
-    monkeypatch.setattr(bench_throughput, "run_judge", run_judge)
-    monkeypatch.setattr(bench_throughput, "reach", measurement.reach)
+    install_in_turn(monkeypatch, run_judge)
     return found
-
-
-def started(folder: Path, *flags: str, log_path: Path, timeout: float) -> FakeServer:
-    return FakeServer(folder, *flags, log_path=log_path, timeout=timeout, env={})
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -95,7 +86,7 @@ def test_a_server_may_have_batches_of_its_own(tmp_path: Path, servers: list[list
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, servers: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    real, left = bench_throughput.run_judge, [4]
+    real, left = in_turn.run_judge, [4]
 
     def cut(*arguments: Any) -> None:
         left[0] -= 1
@@ -103,10 +94,10 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, servers: list[list[str]], mo
             raise KeyboardInterrupt
         real(*arguments)
 
-    monkeypatch.setattr(bench_throughput, "run_judge", cut)
+    monkeypatch.setattr(in_turn, "run_judge", cut)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, *SPARSE)
-    monkeypatch.setattr(bench_throughput, "run_judge", real)
+    monkeypatch.setattr(in_turn, "run_judge", real)
     status, rows = run(tmp_path, *SPARSE)
     asked = [(after(command, "--base-url"), after(command, "--num-prompts")) for command in servers]
     assert status == 0 and len(set(asked)) == len(asked) == 6
@@ -165,7 +156,7 @@ def test_a_batch_that_is_not_served_ends_its_server(
         wrong = {name: [*values, *result(1, batch, 1.0)[name][2:]] for name, values in changes.items()}
         Path(after(command, "--output-file")).write_text(json.dumps(result(32768, batch, 0.01, **wrong)))
 
-    monkeypatch.setattr(bench_throughput, "run_judge", broken)
+    monkeypatch.setattr(in_turn, "run_judge", broken)
     status, rows = run(tmp_path, *SPARSE)
     assert status == 1 and [row["kind"] for row in rows] == ["header", "server", "skipped", "server", "skipped"]
     assert rows[2]["reason"] == said and "nothing was measured on a dense and another server" in capsys.readouterr().err

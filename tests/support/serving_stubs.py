@@ -43,7 +43,7 @@ class FakeServer:
     flushes = True
     graphs = "full"
 
-    def __init__(self, folder: Path, *flags: str, log_path: Path, timeout: float, env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, *flags: str, log_path: Path, timeout: float, env: dict[str, str] | None) -> None:
         self.name = log_path.name.split(".")[-2]
         self.folder, self.flags, self.log_path, self.env = folder, list(flags), log_path, env
         self.prefill = "--sparse-prefill-method" in flags
@@ -191,15 +191,21 @@ def install_client(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def run_judge(command: list[str], scratch: Path, log: Path) -> None:
         found.append(command)
-        name = after(command, "--base-url").removeprefix("http://")
-        server = next(server for server in FakeServer.started if server.name == name and not server.closed)
+        server = running(command)
         context, batch = int(after(command, "--random-input-len")), int(after(command, "--num-prompts"))
         server.count_prefill(context)
         server.count_decode(context, batch * OUTPUT)
-        Path(after(command, "--output-file")).write_text(json.dumps(result(context, batch, FakeServer.step[name])))
+        rows = result(context, batch, FakeServer.step[server.name])
+        Path(after(command, "--output-file")).write_text(json.dumps(rows))
 
     monkeypatch.setattr(measurement, "run_judge", run_judge)
     return found
+
+
+def running(command: list[str]) -> FakeServer:
+    """The stand-in that a command of SGLang's client asks."""
+    name = after(command, "--base-url").removeprefix("http://")
+    return next(server for server in FakeServer.started if server.name == name and not server.closed)
 
 
 def result(context: int, batch: int, step: float, **changes: Any) -> dict[str, Any]:

@@ -36,6 +36,40 @@ THRESHOLDS = tuple(name for name, _ in SETTINGS.values())
 ADVICE = "find its value with eval.lab.bench_prefill --sparsity, its --dense-below being the server's crossover_tokens"
 
 
+def served(args: argparse.Namespace, scratch: Path) -> tuple[Path, list[str], dict[str, str]]:
+    """The folder, written for a shape without weights; flags and variables make a server generate its inputs.
+
+    Args:
+        args: the command line: ``shape`` or ``model_path``, and ``structured``, None where nothing is generated.
+        scratch: folder for the shape.
+    """
+    flags, environment = list[str](), dict[str, str]()
+    folder = model_shapes.write(args.shape, scratch) if args.shape else Path(args.model_path)
+    if args.structured is not None:
+        flags = ["--json-model-override-args", json.dumps({"structured_inputs": args.structured})]
+        paths = filter(None, [str(SERVER), str(ROOT), os.environ.get("PYTHONPATH")])
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
+    return folder, flags + (["--load-format", "dummy"] if args.shape else []), environment
+
+
+def require_made(structured: Row | None, states: Sequence[Row]) -> Row | None:
+    """What a server says of its generated inputs; None where none were asked for.
+
+    Raises:
+        EvaluationError: the plugin that generates them was not loaded, or made others.
+    """
+    if structured is None:
+        return None
+    found = [state["structured_inputs"] for state in states if state.get("structured_inputs")]
+    if len(found) != len(states):
+        raise EvaluationError("--structured: the server attends with the model's own inputs, see its log")
+    wanted = read_given(structured)
+    wanted["recipe"] = read_recipe(wanted["recipe"]).model_dump()
+    if any({name: made.get(name, ATTEND) for name in wanted} != wanted for made in found):
+        raise EvaluationError(f"--structured {structured}: the server attends with other inputs, {found[0]}")
+    return found[0]
+
+
 class GeneratedInputs(Inputs):
     """Those of ``--structured``; without it those of a checkpoint, or of dummy weights of a ``--shape``."""
 
@@ -117,32 +151,12 @@ class GeneratedInputs(Inputs):
         return {"recall_from": self.args.recall_from.name if self.args.recall_from else None}
 
     def serve(self, scratch: Path) -> tuple[Path, list[str], dict[str, str]]:
-        """The folder, written for a shape without weights; flags and variables make a server generate its inputs."""
-        shape, flags, environment = self.args.shape, list[str](), dict[str, str]()
-        folder = model_shapes.write(shape, scratch) if shape else Path(self.args.model_path)
-        if self.args.structured is not None:
-            flags = ["--json-model-override-args", json.dumps({"structured_inputs": self.args.structured})]
-            paths = filter(None, [str(SERVER), str(ROOT), os.environ.get("PYTHONPATH")])
-            environment = {"PYTHONPATH": os.pathsep.join(paths)}
-        return folder, flags + (["--load-format", "dummy"] if shape else []), environment
+        """See `served`."""
+        return served(self.args, scratch)
 
     def made(self, states: Sequence[Row]) -> Row | None:
-        """What the server says of its generated inputs; None where none were asked for.
-
-        Raises:
-            EvaluationError: the plugin that generates them was not loaded, or made others.
-        """
-        if self.args.structured is None:
-            return None
-        found = [state["structured_inputs"] for state in states if state.get("structured_inputs")]
-        if len(found) != len(states):
-            raise EvaluationError("--structured: the server attends with the model's own inputs, see its log")
-        wanted = read_given(self.args.structured)
-        wanted["recipe"] = read_recipe(wanted["recipe"]).model_dump()
-        if any({name: made.get(name, ATTEND) for name in wanted} != wanted for made in found):
-            given = self.args.structured
-            raise EvaluationError(f"--structured {given}: the server attends with other inputs, {found[0]}")
-        return found[0]
+        """See `require_made`."""
+        return require_made(self.args.structured, states)
 
     def require_interval(self, interval: int) -> None:
         """Refuse rectification where prefill writes KV alone."""

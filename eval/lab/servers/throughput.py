@@ -9,8 +9,9 @@ from typing import Any
 from eval.live.record import read_finished
 from eval.scores.pictures import save
 from eval.scores.tables import Column, number, percent, table, text
+from eval.serving.grid import DENSE
 
-COMMAND, DENSE = "eval.lab.bench_throughput", "dense"
+COMMAND = "eval.lab.bench_throughput"
 BEST = "best"
 
 Row = Mapping[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 from eval import report
 from eval.lab.agreement import agreement as dsa_agreement
 from eval.lab.kernels import dsa, framework, mla, prefill
-from eval.lab.servers import decode, deployments, latency_limit, profile, throughput
+from eval.lab.servers import decode, deployments, goodput, latency_limit, profile, throughput
 from eval.lab.tables import crossover
 from eval.lab.tables.weights import weights
 from eval.live.client import FAILURES
@@ -106,6 +106,7 @@ TABLES: report.Tables = {
     "bench_deployments": deployments.deployments,
     "bench_dsa": dsa.dsa,
     "bench_framework": kernels,
+    "bench_goodput": goodput.goodput,
     "bench_kernels": kernels,
     "bench_mla": mla.mla,
     "bench_prefill": prefill.prefill,
@@ -116,6 +117,7 @@ TABLES: report.Tables = {
 PICTURES: report.Pictures = {
     **report.PICTURES,
     "bench_framework": _plotted(framework),
+    "bench_goodput": _plotted(goodput),
     "bench_prefill": _plotted(prefill),
     "bench_serving": latency_limit.draw,
     "bench_throughput": _plotted(throughput),

@@ -1,18 +1,21 @@
 """Stand-ins for servers of ``eval.lab.bench_serving``, which generate what they attend with."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import serving_stubs
-from serving_stubs import FakeServer, after
+from serving_stubs import Connected, FakeServer, after
 
 from eval import bench_serving
+from eval.lab.servers import in_turn
 from eval.lab.servers.generated_inputs import GeneratedInputs
 from eval.lab.structured.generator import read_recipe
 from eval.lab.tables.goals import goals_table
+from eval.serving import measurement
 
 HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 MLA_HEADS = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
@@ -56,3 +59,13 @@ def goals_of(folder: Path, goal: str) -> dict[str, list[str]]:
         line["goal"].split(": ")[1]: [line.get(name, "") for name in ("measured", "reached", "quality")]
         for line in found
     }
+
+
+def install_in_turn(monkeypatch: pytest.MonkeyPatch, run_judge: Callable[[list[str], Path, Path], None]) -> None:
+    """Have the benchmarks that run servers in turn start stand-ins, which `run_judge` asks."""
+    install(monkeypatch)
+
+    monkeypatch.setattr(in_turn, "ServerProcess", FakeServer)
+    monkeypatch.setattr(in_turn, "LiveServer", Connected)
+    monkeypatch.setattr(in_turn, "reach", measurement.reach)
+    monkeypatch.setattr(in_turn, "run_judge", run_judge)

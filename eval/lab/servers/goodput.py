@@ -1,0 +1,93 @@
+"""Requests a second that servers answer in time: table and picture of a file of ``bench_goodput``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.live.record import read_finished
+from eval.scores.pictures import save
+from eval.scores.tables import Column, number, percent, table, text
+
+COMMAND = "eval.lab.bench_goodput"
+BEST = "best"
+
+Row = Mapping[str, Any]
+
+
+def best_rates(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The best goodput of each sparse server, beside that of the best dense one.
+
+    Args:
+        rows: of kind ``item``.
+
+    Returns:
+        For each sparse server the row of its best rate, with ``peer``, the dense server, ``peer_rate``,
+        ``peer_goodput`` and ``goodput_ratio``; nothing where no dense server answered anything in time.
+    """
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row["arm"] not in best or row["goodput"] > best[row["arm"]]["goodput"]:
+            best[row["arm"]] = row
+    dense = [row for row in best.values() if not row["sparse"]]
+    peer = max(dense, key=lambda row: row["goodput"], default=None)
+    if peer is None or not peer["goodput"]:
+        return []
+    beside = {"peer": peer["arm"], "peer_rate": peer["rate"], "peer_goodput": peer["goodput"]}
+    return [
+        {**row, "id": f"{arm}/{BEST}", "task": BEST, **beside, "goodput_ratio": row["goodput"] / peer["goodput"]}
+        for arm, row in best.items()
+        if row["sparse"]
+    ]
+
+
+def goodput(path: Path) -> str:
+    """What servers answer in time, rate by rate."""
+    rows = read_finished(path)
+    ratios = {row["arm"]: row for row in rows if row["kind"] == "summary"}
+
+    def ratio(row: Row) -> str:
+        mine = ratios.get(row["arm"])
+        return f"{mine['goodput_ratio']:.2f}" if mine and mine["rate"] == row["rate"] else ""
+
+    columns: list[Column] = [
+        ("server", text("arm")),
+        ("requests a second, sent", number("rate", 2)),
+        ("answered in time", number("goodput", 3)),
+        ("share in time", percent("slo_attainment")),
+        ("first token in time", percent("within_ttft")),
+        ("TPOT in time", percent("within_tpot")),
+        ("first token, s", number("ttft_median", 2)),
+        ("of a hundred the slowest", number("ttft_p99", 2)),
+        ("TPOT, ms", number("tpot_median", 1, 1e3)),
+        ("of a hundred the slowest", number("tpot_p99", 1, 1e3)),
+        ("rows that ran dense", percent("dense_rows")),
+        ("best, times the best dense server's", ratio),
+    ]
+    return table([row for row in rows if row["kind"] == "item"], columns)
+
+
+def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Goodput over the rate at which requests come, a line a server.
+
+    Args:
+        rows: of the file.
+        stem: path without a suffix.
+
+    Returns:
+        The paths written.
+    """
+    from matplotlib.figure import Figure
+
+    items = [row for row in rows if row["kind"] == "item"]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for arm in dict.fromkeys(row["arm"] for row in items):
+        line = sorted((row for row in items if row["arm"] == arm), key=lambda row: row["rate"])
+        axes.plot([row["rate"] for row in line], [row["goodput"] for row in line], marker="o", label=arm)
+    axes.axline((0, 0), slope=1, color="grey", linestyle=":", label="all in time")
+    axes.set(xlabel="requests a second, sent", ylabel="requests a second, answered in time", xlim=0, ylim=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return save(figure, stem)

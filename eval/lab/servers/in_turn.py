@@ -1,0 +1,174 @@
+"""Servers of this machine that run in turn, each asked by SGLang's benchmark client; a row for each load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from eval.bench_serving import named
+from eval.live.client import LiveServer
+from eval.live.counters import EvaluationError, moved, read_shares
+from eval.live.record import Record
+from eval.serving.grid import DENSE
+from eval.tasks.judge_commands import Target, reach, run_judge, serving_rows
+from launch.server import ServerProcess
+
+GOODPUT = ("request_goodput", "slo_attainment", "slo_attainment_by_metric")
+SERVED = ("attention_backend", "page_size", "max_total_num_tokens")
+
+Row = Mapping[str, Any]
+# What asks a server for a load, given what it says of itself and where it is.
+Drive = Callable[[Target, str], dict[str, Any]]
+
+
+def add_servers(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a benchmark that runs servers in turn."""
+    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write; the logs go beside it")
+    parser.add_argument("--server", type=named, action="append", default=[], metavar="NAME=ARGS", help="see above")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        metavar="NAMES",
+        help="of the servers that --server names, for a run in parts: those beside the stock one that run now",
+    )
+    parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
+    parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+
+
+def check_servers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """Return the names of all servers; end the command where they do not fit together."""
+    known = [DENSE, *(name for name, _ in args.server)]
+    args.only = args.only or known[1:]
+    if wrong := [name for name in args.only if name not in known[1:]]:
+        parser.error(f"--only {wrong[0]}: there is no such server; allowed: {', '.join(known[1:])}")
+    if not args.server or DENSE in dict(args.server) or len(dict(args.server)) < len(args.server):
+        parser.error(f"--server must name servers, each once and none of them {DENSE}")
+    return known
+
+
+def asked_servers(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The flags of each server to run but those of all servers, by name; the stock one first."""
+    return {DENSE: [], **{name: shlex.split(flags) for name, flags in args.server if name in args.only}}
+
+
+def is_sparse(flags: list[str]) -> bool:
+    """Whether a server's flags ask for a method."""
+    return any(flag.startswith("--sparse") for flag in flags)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What became of a load.
+
+    Attributes:
+        items: the requests, as `serving_rows` has them.
+        summary: of all, likewise; and the client's goodput, where it was asked for.
+        before: what a sparse server counted until then, empty of a dense one.
+        after: the same, behind it.
+    """
+
+    items: list[dict[str, Any]]
+    summary: dict[str, Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    def counts(self) -> dict[str, Any]:
+        """What a sparse server read, and its counters; empty of a dense one."""
+        if not self.after:
+            return {}
+        counts = moved(self.before, self.after)
+        return read_shares(counts) | {"counters": counts}
+
+
+def ask(command: list[str], target: Target, path: Path, log: Path) -> Answered:
+    """Have SGLang's client run a command.
+
+    Args:
+        command: which writes its result to `path`.
+        target: the server that it asks.
+        path: of the client's file.
+        log: what the client prints goes to its end.
+
+    Raises:
+        EvaluationError: the client or a request failed.
+    """
+    counters = target.arm.server.counters if target.arm.counted else dict[str, Any]
+    before = counters()
+    run_judge(command, path.parent, log)
+    result = json.loads(path.read_text())
+    items, summary = serving_rows(result)
+    failed = [row["failed"] for row in items if "failed" in row]
+    if failed:
+        raise EvaluationError(f"{len(failed)} of {len(items)} requests failed, the first: {failed[0]}")
+    return Answered(items, summary | {name: result[name] for name in GOODPUT if name in result}, before, counters())
+
+
+def measure(
+    args: argparse.Namespace,
+    command: str,
+    name: str,
+    flags: list[str],
+    folder: Path,
+    record: Record,
+    loads: Mapping[str, Drive],
+    environment: dict[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Start a server and run every load on it that the record lacks; the first one that it does not serve ends it.
+
+    Args:
+        args: the command line: ``out``, ``start_timeout``, ``input_length`` and ``output_length``.
+        command: the name of the benchmark.
+        name: of the server.
+        flags: all of its flags.
+        folder: of its model.
+        record: the file, whose ``item`` rows have the names of loads as ``id``.
+        loads: by name, what asks for each.
+        environment: variables of the server; those of `generated_inputs.served`.
+
+    Returns:
+        The rows, earlier ones included.
+
+    Raises:
+        EvaluationError: it does not start, or is not what it should be.
+    """
+    found = (row for row in record.earlier if row["kind"] == "item" and row["arm"] == name)
+    rows = [{field: value for field, value in row.items() if field != "kind"} for row in found]
+    todo = {load: drive for load, drive in loads.items() if load not in {row["id"] for row in rows}}
+    if not todo:
+        return rows
+    log = args.out.with_suffix(f".{name}.log")
+    with ExitStack() as stack:
+        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=environment)
+        try:
+            stack.enter_context(process)
+        except (RuntimeError, TimeoutError) as error:
+            raise EvaluationError(f"the {name} server did not start, see {log}") from error
+        server = stack.enter_context(LiveServer(process.url))
+        expect = "auto" if is_sparse(flags) else "dense"
+        asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
+        target = reach(asked, server, args.input_length + args.output_length)
+        if expect != "dense" and not target.arm.counted:
+            raise EvaluationError(f"the {name} server runs dense, although its flags ask for a method: {flags}")
+        line = shlex.join(["python", *process.command[1:]])
+        record.add("server", arm=name, facts=target.facts, command=line, start_seconds=process.start_seconds)
+        served = {f"served_{field}": target.facts.get(field) for field in SERVED}
+        for load, drive in tqdm(todo.items(), desc=name):
+            try:
+                row = {"id": load, "arm": name} | drive(target, process.url) | served
+            except EvaluationError as error:
+                record.add("skipped", id=load, arm=name, reason=str(error))
+                tqdm.write(f"{command}: {load}: {error}", file=sys.stderr)
+                break
+            record.add("item", **row)
+            rows.append(row)
+    return rows
