@@ -8,9 +8,11 @@ import folder_transfer
 import pytest
 
 from eval.lab import bench_deployments
+from eval.lab.servers import eight_gpus, model_shapes
 from eval.lab.servers.deployments import agreement, flags_of, summarise
 from eval.lab.tables import files
 from eval.live.record import read_rows
+from sglang_sparse.tools import dry_run
 
 CONFIG = {"dense_fallback": "never", "rectify_interval": 8, "active_ratio": 0.2, "min_pages": 2, "page_size": 16}
 SERVER = "--page-size 16 --dtype float32 --chunked-prefill-size 512 --disable-overlap-schedule"
@@ -64,3 +66,15 @@ def test_a_pair_is_started_asked_and_tabulated(tmp_path: Path, monkeypatch: pyte
     # Twice two prompts in the run that counts, each in its own rounds.
     assert items["sparse"]["counters"]["rectified_tokens"] > 4 * 160 and items["dense"]["counters"] is None
     assert files.any_table(out).splitlines()[2].startswith("| pair | 2 |")
+
+
+@pytest.mark.parametrize("gpus", [4, 8])
+@pytest.mark.parametrize("name", list(eight_gpus.RUNS))
+def test_runs_on_eight_gpus_are_what_the_benchmark_and_the_servers_take(name: str, gpus: int, tmp_path: Path) -> None:
+    args = bench_deployments.parse(eight_gpus.line(name, gpus, tmp_path, "r1"))
+    (deployment,) = args.deployments
+    assert args.batch * bench_deployments.ranks(args, deployment) == eight_gpus.REQUESTS
+    folder = model_shapes.write(args.shape, tmp_path)
+    flags = [*bench_deployments.server_flags(args, deployment, "sparse"), *flags_of(deployment, gpus)]
+    kind = {"dsa": "DSA", "robsa": "MLA", "resa": "MHA/GQA"}[name.partition("-")[0]]
+    assert dry_run.refusal(["--model-path", str(folder), *flags], kind, gpu=True) is None

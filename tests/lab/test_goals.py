@@ -11,7 +11,7 @@ from eval.lab.tables import goals
 from eval.lab.tables.goals import QUALITY, UNITS, Goal, goals_table, measured, read_goals, read_results
 from eval.live.counters import EvaluationError
 
-BENCHES = ("kernels", "framework", "mla", "dsa", "prefill", "decode", "serving", "throughput")
+BENCHES = ("kernels", "framework", "mla", "dsa", "prefill", "decode", "serving", "throughput", "goodput")
 COMMANDS = tuple(f"bench_{name}" for name in BENCHES)
 
 

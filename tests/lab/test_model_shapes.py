@@ -30,6 +30,7 @@ def test_shapes_are_those_of_the_published_models() -> None:
         return 2 * config["num_hidden_layers"] * width
 
     assert kv_bytes("qwen3-1.7b") == 114_688 and kv_bytes("qwen3-8b") == 147_456
-    assert kv_bytes("v2-lite") == 31_104 and kv_bytes("v32-slice") == 4_608
+    assert kv_bytes("v2-lite") == 31_104 and kv_bytes("v32-slice") == kv_bytes("kimi-k2-slice") == 4_608
+    assert kv_bytes("llama-3.1-70b") == 327_680
     with pytest.raises(EvaluationError, match="no shape is called 'gpt': there are qwen3"):
         model_shapes.write("gpt", Path("x"))
