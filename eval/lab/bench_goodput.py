@@ -17,13 +17,15 @@ the best dense one, of all rates. A run that was interrupted goes on with the ra
 measures some of the servers, where there is no time for all. Requests that ran dense by the server's choice are
 counted (``dense_rows``), not refused: short ones are a part of the load. What sparse prefill leaves out of dummy
 weights says nothing: ``--structured '{}'`` has all servers attend with generated inputs, as `eval.lab.bench_serving`
-does. Seconds everywhere but in the limits.
+does. ``--host-times`` says how long the host is busy in a sparse server's hooks (`eval.lab.servers.host_times`), since
+the server began. Seconds everywhere but in the limits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -42,6 +44,8 @@ from eval.live.record import Record, summarised, this_machine
 from eval.tasks.judge_commands import Target, client_command
 from eval.texts.lengths import length
 
+PLUGIN = Path(__file__).parent / "servers" / "host_times"
+HOST_TIMES = "host_times"
 # Of KV, behind a request's last token.
 ROOM = 128
 # The shortest part of a prompt, and the shortest answer, over the longest.
@@ -59,6 +63,11 @@ def limits(text: str) -> dict[str, float]:
     return found
 
 
+def internal_states(target: Target) -> list[dict[str, Any]]:
+    """What the schedulers of a server say of themselves."""
+    return target.arm.server.ask(lambda http: http.get("/server_info").raise_for_status().json())["internal_states"]
+
+
 def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, target: Target, url: str) -> dict[str, Any]:
     """Have SGLang's client send the load at a rate.
 
@@ -73,11 +82,7 @@ def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, targe
     Raises:
         EvaluationError: the client or a request failed.
     """
-    server = target.arm.server
-    require_made(
-        args.structured,
-        server.ask(lambda http: http.get("/server_info").raise_for_status().json())["internal_states"],
-    )
+    require_made(args.structured, internal_states(target))
     half = str(args.longest // 2)
     prompts = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", str(args.groups)]
     prompts += ["--gsp-prompts-per-group", str(args.requests // args.groups), "--gsp-range-ratio", str(SHORTEST)]
@@ -90,7 +95,8 @@ def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, targe
     row |= {"prompt_tokens": sum(item["prompt_tokens"] for item in found.items)}
     row |= {field: found.summary[field] for field in FIGURES}
     row |= {f"within_{key}": share for key, share in found.summary["slo_attainment_by_metric"].items()}
-    return row | {"goodput": found.summary["request_goodput"]} | found.counts()
+    row |= {"goodput": found.summary["request_goodput"]} | found.counts()
+    return row | ({HOST_TIMES: internal_states(target)[0][HOST_TIMES]} if args.host_times and row["sparse"] else {})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name, record:
         folder, inputs, environment = served(args, Path(name))
         own += inputs + shlex.split(args.server_args)
+        if args.host_times:
+            paths = (str(PLUGIN), environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH"))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for server, flags in servers.items():
             loads = {f"{server}/{rate:g}": partial(drive, args, server, rate, Path(name)) for rate in args.rates}
             rows += measure(args, COMMAND, server, own + flags, folder, record, loads, environment)
@@ -134,6 +143,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", type=list_of(float), default=".25,.5,1", help="requests a second, ascending")
     parser.add_argument("--limits", type=limits, default="ttft:20000,tpot:40", help="in milliseconds, see above")
     parser.add_argument("--structured", type=json.loads, help="inputs to generate: recipe and seed, {} for its own")
+    parser.add_argument("--host-times", action="store_true", help="of the hooks of sparse servers, see above")
     add_servers(parser)
     args = parser.parse_args(arguments)
     args.input_length = args.longest

@@ -46,9 +46,9 @@ def test_a_row_is_alone_with_resa(serve, checkpoint) -> None:
 
 
 def test_more_rows_are_due_than_a_pass_or_a_chunk_takes(serve, checkpoint) -> None:
-    """Eight rows of 100 pending tokens each, of which 256 fit a pass: all are rectified in one step."""
+    """Eight rows of 36 pending tokens each, of which 256 fit a pass: all are rectified in one step."""
     flags = ("--enable-deterministic-inference", "--chunked-prefill-size", "256")
-    config = {**RESA, "rectify_interval": 50, "rectify_max_batch": 1, "min_seq_len": 0}
+    config = {**RESA, "rectify_interval": 36, "rectify_max_batch": 1, "min_seq_len": 0}
     prompts = random_prompts(11, [40] * 8, tokens=1000)
     with serve(checkpoint, *flags, config=config) as server:
         alone = [answer(server, prompt)[:2] for prompt in prompts]

@@ -8,7 +8,7 @@ from server_requests import logprobs, random_prompts
 from launch.server import ServerProcess
 
 FLAGS = ("--enable-deterministic-inference", "--chunked-prefill-size", "512")
-TOKENS = 60
+TOKENS = 40
 LENGTHS = (400, 77, 700, 130, 300, 33)
 Answer = tuple[list[int], list[float], int]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,13 @@ def goodput(path: Path) -> str:
         mine = ratios.get(row["arm"])
         return f"{mine['goodput_ratio']:.2f}" if mine and mine["rate"] == row["rate"] else ""
 
+    def host(part: str) -> Callable[[Row], str]:
+        def figure(row: Row) -> str:
+            steps = row.get("host_times", {}).get("decode")
+            return "{:.0f}, of a hundred the slowest {:.0f}".format(*steps[part]) if steps else ""
+
+        return figure
+
     columns: list[Column] = [
         ("server", text("arm")),
         ("requests a second, sent", number("rate", 2)),
@@ -63,6 +70,8 @@ def goodput(path: Path) -> str:
         ("TPOT, ms", number("tpot_median", 1, 1e3)),
         ("of a hundred the slowest", number("tpot_p99", 1, 1e3)),
         ("rows that ran dense", percent("dense_rows")),
+        ("host in hooks, µs a decode step", host("all")),
+        ("of it planning", host("planning")),
         ("best, times the best dense server's", ratio),
     ]
     return table([row for row in rows if row["kind"] == "item"], columns)
