@@ -187,7 +187,8 @@ def test_product_tests_need_neither_the_lab_nor_its_results() -> None:
 def test_eval_and_launch_talk_to_servers_over_http() -> None:
     for path in SOURCES:
         name = relative(path)
-        plugins = ("launch/cpu_platform/", "eval/lab/agreement/server/", "eval/lab/structured/server/")
+        plugins = ("launch/cpu_platform/", "eval/lab/servers/host_times/")
+        plugins += tuple(f"eval/lab/{folder}/server/" for folder in ("agreement", "structured"))
         if name.startswith(("eval/", "launch/")) and not name.startswith(plugins):
             assert "sglang" not in imported(path), name
             # They judge selections in process, are methods themselves, or ask a method which layers it would serve.
