@@ -14,7 +14,8 @@ and times.
 The goodput is what the client calls so: requests a second whose first token came within ``ttft`` milliseconds and whose
 further ones took at most ``tpot`` on average. The summary sets the best goodput of each sparse server beside that of
 the best dense one, of all rates. A run that was interrupted goes on with the rates that its file lacks; ``--only``
-measures some of the servers, where there is no time for all. Requests that ran dense by the server's choice are
+measures some of the servers, where there is no time for all, and there is no summary until all dense ones are measured.
+Requests that ran dense by the server's choice are
 counted (``dense_rows``), not refused: short ones are a part of the load. What sparse prefill leaves out of dummy
 weights says nothing: ``--structured '{}'`` has all servers attend with generated inputs, as `eval.lab.bench_serving`
 does. ``--host-times`` says how long the host is busy in a sparse server's hooks (`eval.lab.servers.host_times`), since
@@ -36,11 +37,12 @@ from typing import Any
 from eval.lab.servers import model_shapes
 from eval.lab.servers.generated_inputs import require_made, served
 from eval.lab.servers.goodput import COMMAND, best_rates
-from eval.lab.servers.in_turn import add_servers, ask, asked_servers, check_servers, is_sparse, measure
+from eval.lab.servers.in_turn import add_servers, ask, asked_servers, check_servers, is_sparse, measure, measured_before
 from eval.lab.tables.files import measured
 from eval.live.client import command_line, list_of, positive
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, summarised, this_machine
+from eval.serving.grid import DENSE
 from eval.tasks.judge_commands import Target, client_command
 from eval.texts.lengths import length
 
@@ -113,8 +115,9 @@ def run(args: argparse.Namespace) -> int:
     asked = {name: getattr(args, name) for name in (*names, "seed", "structured")} | {"server": dict(args.server)}
     header = {"arguments": asked, "label": args.label, **this_machine()}
     own = ["--context-length", str(args.longest + args.output_length + ROOM)]
-    rows: list[dict[str, Any]] = []
     record = Record(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
+    others = {name for name, _ in args.server} - servers.keys()
+    rows = [row for name in others for row in measured_before(record, name)]
     with tempfile.TemporaryDirectory() as name, record:
         folder, inputs, environment = served(args, Path(name))
         own += inputs + shlex.split(args.server_args)
@@ -124,12 +127,15 @@ def run(args: argparse.Namespace) -> int:
         for server, flags in servers.items():
             loads = {f"{server}/{rate:g}": partial(drive, args, server, rate, Path(name)) for rate in args.rates}
             rows += measure(args, COMMAND, server, own + flags, folder, record, loads, environment)
+        known = [DENSE, *(name for name, flags in args.server if not is_sparse(shlex.split(flags)))]
+        if missing := [name for name in known if name not in {row["arm"] for row in rows}]:
+            raise EvaluationError(f"no ratio without the dense server {missing[0]}: measure it, too")
         summary = best_rates(rows)
         if not summary:
             raise EvaluationError("nothing was answered in time by a dense and a sparse server: allow more")
         for row in summary:
             record.add("summary", **row)
-    return int(len(rows) < len(servers) * len(args.rates))
+    return int(len(rows) < (1 + len(args.server)) * len(args.rates))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -69,6 +69,15 @@ def test_the_best_rate_beside_the_best_dense_server(tmp_path: Path, commands: li
     assert (tmp_path / "pictures" / "goodput.svg").exists()
 
 
+def test_a_run_in_parts_waits_for_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows = run(tmp_path, *PEER, *RESA, "--only", "resa")
+    assert status == 1 and rows[-1]["kind"] == "item"
+    assert "no ratio without the dense server flashinfer: measure it, too" in capsys.readouterr().err
+    status, rows = run(tmp_path, *PEER, *RESA, "--only", "flashinfer")
+    assert status == 0 and (rows[-1]["arm"], rows[-1]["peer"]) == ("resa", "flashinfer")
+    assert [server.name for server in FakeServer.started] == ["dense", "resa", "flashinfer"]
+
+
 def test_nothing_in_time_is_no_ratio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

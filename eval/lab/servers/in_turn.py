@@ -113,6 +113,12 @@ def ask(command: list[str], target: Target, path: Path, log: Path) -> Answered:
     return Answered(items, summary | {name: result[name] for name in GOODPUT if name in result}, before, counters())
 
 
+def measured_before(record: Record, name: str) -> list[dict[str, Any]]:
+    """The rows of a server that an earlier part of the run has measured."""
+    found = (row for row in record.earlier if row["kind"] == "item" and row["arm"] == name)
+    return [{field: value for field, value in row.items() if field != "kind"} for row in found]
+
+
 def measure(
     args: argparse.Namespace,
     command: str,
@@ -141,8 +147,7 @@ def measure(
     Raises:
         EvaluationError: it does not start, or is not what it should be.
     """
-    found = (row for row in record.earlier if row["kind"] == "item" and row["arm"] == name)
-    rows = [{field: value for field, value in row.items() if field != "kind"} for row in found]
+    rows = measured_before(record, name)
     todo = {load: drive for load, drive in loads.items() if load not in {row["id"] for row in rows}}
     if not todo:
         return rows
