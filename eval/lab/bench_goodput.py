@@ -15,11 +15,12 @@ The goodput is what the client calls so: requests a second whose first token cam
 further ones took at most ``tpot`` on average. The summary sets the best goodput of each sparse server beside that of
 the best dense one, of all rates. A run that was interrupted goes on with the rates that its file lacks; ``--only``
 measures some of the servers, where there is no time for all, and there is no summary until all dense ones are measured.
-Requests that ran dense by the server's choice are
-counted (``dense_rows``), not refused: short ones are a part of the load. What sparse prefill leaves out of dummy
-weights says nothing: ``--structured '{}'`` has all servers attend with generated inputs, as `eval.lab.bench_serving`
-does. ``--host-times`` says how long the host is busy in a sparse server's hooks (`eval.lab.servers.host_times`), since
-the server began. Seconds everywhere but in the limits.
+Requests that ran dense by the server's choice are counted (``dense_rows``), not refused: short ones are a part of the
+load.
+
+What sparse prefill leaves out of dummy weights says nothing: ``--structured '{}'`` has all servers attend with generated
+inputs, as `eval.lab.bench_serving` does. ``--host-times`` says how long the host is busy in a sparse server's hooks
+(`eval.lab.servers.host_times`), since the server began. Seconds everywhere but in the limits.
 """
 
 from __future__ import annotations
