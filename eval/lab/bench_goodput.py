@@ -18,9 +18,9 @@ measures some of the servers, where there is no time for all, and there is no su
 Requests that ran dense by the server's choice are counted (``dense_rows``), not refused: short ones are a part of the
 load.
 
-What sparse prefill leaves out of dummy weights says nothing: ``--structured '{}'`` has all servers attend with generated
-inputs, as `eval.lab.bench_serving` does. ``--host-times`` says how long the host is busy in a sparse server's hooks
-(`eval.lab.servers.host_times`), since the server began. Seconds everywhere but in the limits.
+What sparse prefill leaves out of dummy weights says nothing: ``--structured '{}'`` has all servers attend with
+generated inputs, as `eval.lab.bench_serving` does. ``--host-times`` says how long the host is busy in a sparse server's
+hooks (`eval.lab.servers.host_times`), since the server began. Seconds everywhere but in the limits.
 """
 
 from __future__ import annotations
