@@ -76,11 +76,19 @@ def test_follow_ups_hit_generated_tokens_and_agree(
     assert_nothing_leaked(server)
 
 
-def test_sinks_go_with_a_pool_for_windows(serve, tmp_path: Path) -> None:
-    """Gpt-oss as it is served by default."""
-    likely = by_transformers(random_windowed(tmp_path, "GptOss", WINDOW))
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("GptOss", ("--moe-runner-backend", "triton")),
+        # Its sinks are in the layers with windows; keys and values are of different widths.
+        pytest.param("MiMoV2Flash", (), marks=pytest.mark.long),
+    ],
+)
+def test_sinks_go_with_a_pool_for_windows(serve, tmp_path: Path, family: str, flags: tuple[str, ...]) -> None:
+    """As they are served by default."""
+    likely = by_transformers(random_windowed(tmp_path, family, WINDOW))
     (prompt,), (output,) = random_prompts(1, [300], 1000), random_prompts(2, [141], 1000)
-    with serve(tmp_path, *FLAGS, "--moe-runner-backend", "triton", config=RESA, env=AT_ONCE) as server:
+    with serve(tmp_path, *FLAGS, *flags, config=RESA, env=AT_ONCE) as server:
         assert "Use sliding window memory pool" in server.log()
         assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
         assert_nothing_leaked(server)

@@ -108,7 +108,18 @@ def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):
             parameter.data.copy_(torch.randn_like(parameter).add(4).bfloat16())
-    return _save(path, model, 1024, {})
+    return _save(path, model, 1024, _published_mimo(window) if family == "MiMoV2Flash" else {})
+
+
+def _published_mimo(window: int) -> dict[str, Any]:
+    """What MiMo-V2's published configs have for SGLang, and those that transformers writes have not."""
+    windowed = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 48, "v_head_dim": 32}
+    found = {f"swa_{name}": size for name, size in windowed.items()} | {"swa_rope_theta": 10000.0}
+    # SGLang's window does not count the newest token.
+    found |= {"hybrid_layer_pattern": [1, 1, 0] * 2, "sliding_window_size": window - 1, "layernorm_epsilon": 1e-5}
+    found |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "moe_layer_freq": [0] * 6}
+    # SGLang reads one rotation for both kinds of layers, transformers one for each.
+    return found | {"partial_rotary_factor": 0.334, "rope_parameters": _MIMO_ROPE | _MIMO_ROPE["full_attention"]}
 
 
 def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = True, **config: Any) -> Path:
@@ -142,6 +153,7 @@ def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = Tr
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 # What SGLang takes where transformers 5 writes a theta by the kind of layer; published checkpoints have one for both.
 _ROPE = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full", "sliding")}
+_MIMO_ROPE = {kind: {**rope, "partial_rotary_factor": 0.334} for kind, rope in _ROPE.items()}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Gemma3": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "Olmo3": {"rope_parameters": _ROPE},
@@ -150,6 +162,13 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Afmoe": {**_EXPERTS, "num_dense_layers": 6, "num_shared_experts": 1},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE["full_attention"]},
     "GraniteSWA": {"layer_rope_theta": [10000.0] * 6, "rope_parameters": _ROPE["full_attention"]},
+    # Keys of 48 dimensions, values of 32, and in the layers with windows twice the KV heads.
+    "MiMoV2Flash": {
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "mlp_layer_types": ["dense"] * 6,
+        "rope_parameters": _MIMO_ROPE,
+    },
     "Mellum": {**_EXPERTS, "rope_parameters": _ROPE, "mlp_layer_types": ["sparse"] * 6},
 }
 
