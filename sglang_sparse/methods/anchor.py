@@ -39,6 +39,13 @@ from sglang_sparse_kernels.common.launch import to_device
 
 # A threshold at which all keys count.
 ALL_KEYS = 1e9
+CALIBRATE = "python -m sglang_sparse.calibrate --method anchor --model-path MODEL"
+
+
+def _has_sinks(model_config: Architecture) -> bool:
+    """Whether layers of full attention have attention sinks, which MiMo-V2 may have in its windows alone."""
+    in_full = getattr(model_config.hf_text_config, "add_full_attention_sink_bias", True)
+    return bool(getattr(model_config, "has_attention_sinks", False) and in_full)
 
 
 def _theta_is_in_range(value: object) -> object:
@@ -64,7 +71,7 @@ class AnchorConfig(PrefillConfig):
     step: int = Field(16, ge=1, le=64, description="Query blocks that share one set of keys: a group.")
     block_size: int = Field(128, description="Queries that are pooled, and keys of the initial block: 16, 32, 64, 128.")
     calibration: dict[str, object] | None = Field(
-        None, description="Origin of theta, as `sglang_sparse.calibrate` writes it; only reported."
+        None, description="Origin of theta, as `sglang_sparse.calibrate` writes it; reported."
     )
 
     @field_validator("block_size")
@@ -116,12 +123,19 @@ class Anchor(PrefillMethod):
         return max(super().dense_below, self.group_tokens)
 
     def refuse(self, model_config: Architecture) -> str | None:
-        """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and thresholds for other layers."""
+        """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and thresholds of other models."""
         if model_config.attention_arch.name == "MLA":
             return "anchor needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"
         theta, layers = self.config.theta, model_config.num_hidden_layers
         if isinstance(theta, list) and len(theta) != layers:
             return f"theta: got a list of {len(theta)}, allowed: a number, or one for each of its {layers} layers"
+        measured = (self.config.calibration or {}).get("sinks") is not None
+        if self.config.calibration is not None and measured != _has_sinks(model_config):
+            having = ("without", "with") if _has_sinks(model_config) else ("with", "without")
+            return (
+                f"the calibration is of a model {having[0]} attention sinks, this one is {having[1]}: theta keeps "
+                f"another share of its attention; calibrate this one: {CALIBRATE}"
+            )
         return None
 
     def refuse_page_size(self, page_size: int) -> str | None:
@@ -138,7 +152,7 @@ class Anchor(PrefillMethod):
         return (
             *said,
             "anchor runs with its usual theta, which nobody chose for this model: it may leave nothing out, and then "
-            "prefill takes longer than dense; python -m sglang_sparse.calibrate --method anchor --model-path MODEL "
+            f"prefill takes longer than dense; {CALIBRATE} "
             "--out anchor.json finds one for --sparse-prefill-config anchor.json",
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from anchor_runs import with_sinks
 from checkpoints import random_windowed
 from model_configs import write_config
 from refusals import refused
@@ -37,11 +38,11 @@ MODEL = str(Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa")
 WORDS = " ".join(f"{i} times {i % 7} is {i * (i % 7)}." for i in range(900))
 
 
-@pytest.fixture(scope="module")
-def captured() -> Captured:
+@pytest.fixture(scope="module", params=[None, [5.0, 1.0, 9.0, -2.0]], ids=["plain", "sinks"])
+def captured(request: pytest.FixtureRequest) -> Captured:
     generator = torch.Generator().manual_seed(5)
     query, key = (2 * torch.randn(TOKENS, heads, 16, generator=generator) for heads in (HEADS, 2))
-    return Captured(0, query, key, key, 0.25)
+    return Captured(0, query, key, key, 0.25, None if request.param is None else torch.tensor(request.param))
 
 
 def gaps_of(captured: Captured, group: int) -> torch.Tensor:
@@ -54,7 +55,7 @@ def gaps_of(captured: Captured, group: int) -> torch.Tensor:
 def weights_of(captured: Captured) -> torch.Tensor:
     keys = captured.key.repeat_interleave(HEADS // captured.key.shape[1], 1)
     logits = torch.einsum("qhd,khd->hqk", captured.query, keys) * captured.scaling
-    return logits.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    return with_sinks(logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf), captured.sinks)
 
 
 @pytest.mark.parametrize("logits", [1, 1500, 1 << 24])
@@ -68,6 +69,7 @@ def test_candidates_are_those_of_the_definition(
         found = candidates(captured, first, end, BLOCK)
         torch.testing.assert_close(found.gaps, gaps_of(captured, first // GROUP), atol=1e-4, rtol=0)
         torch.testing.assert_close(found.mass, weights[:, first:end, BLOCK : max(BLOCK, first)].sum(1))
+        torch.testing.assert_close(found.sinks, (1 - weights[:, first:end].sum(2)).sum(1), atol=1e-4, rtol=1e-4)
 
 
 def test_each_theta_keeps_what_the_definition_keeps(captured: Captured) -> None:
@@ -85,6 +87,11 @@ def test_each_theta_keeps_what_the_definition_keeps(captured: Captured) -> None:
         pairs = sum(range(GROUP + 1, TOKENS + 1))
         torch.testing.assert_close(kept.recall[:, place].float(), 1 - missed / (TOKENS - GROUP), atol=1e-5, rtol=0)
         torch.testing.assert_close(kept.sparsity[:, place].float(), left_out / pairs, atol=1e-6, rtol=0)
+    if captured.sinks is None:
+        assert kept.sinks is None
+    else:
+        assert kept.sinks is not None and 0.3 < kept.sinks[2] < 1
+        torch.testing.assert_close(kept.sinks.float(), 1 - weights[:, GROUP:].sum(2).mean(1), atol=1e-5, rtol=0)
     assert 0.1 < kept.recall[:, 0].mean() < 0.9 < kept.recall[:, 200].mean() and kept.sparsity[:, -1].sum() == 0
     assert (kept.recall.diff(dim=1) >= 0).all() and (kept.sparsity.diff(dim=1) <= 0).all()
 
@@ -202,13 +209,16 @@ def test_layers_that_no_theta_serves_stay_dense(
         assert status == 1 and "reaches a recall of 0.95 in any layer" in capsys.readouterr().err
 
 
-def test_layers_with_windows_are_not_measured(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A prompt longer than the window: what the windowed layers pass on is that of the model itself."""
-    folder = random_windowed(tmp_path, "Gemma3")
+@pytest.mark.parametrize("family", ["Gemma3", "GptOss"])
+def test_layers_with_windows_are_not_measured(
+    family: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt longer than the window: what the layers before pass on is that of the model itself, with its sinks."""
+    folder = random_windowed(tmp_path, family)
     model = load_model(str(folder), "cpu", torch.float32)
     tokens, seen = torch.arange(150) % 97, list[Captured]()
-    capture(model, tokens.tolist(), 1, seen.append)
-    assert [one.layer for one in seen] == [2, 5]
+    capture(model, tokens.tolist(), 1, seen.append, sinks=True)
+    assert [one.layer for one in seen] == [2, 5] and (seen[0].sinks is not None) == (family == "GptOss")
     own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     shown: list[torch.Tensor] = []
     own.base_model.layers[5].self_attn.v_proj.register_forward_hook(lambda *call: shown.append(call[2]))
@@ -220,7 +230,14 @@ def test_layers_with_windows_are_not_measured(text: Path, tmp_path: Path, capsys
     assert calibrate.main([*given, "--sparse-prefill-config", json.dumps(SIZES | {"layers": "1-2"})]) == 1
     assert "layer 1 does not attend to all earlier tokens" in capsys.readouterr().err
     assert calibrate.main([*given, "--sparse-prefill-config", json.dumps(SIZES)]) == 0
-    assert [row["layer"] for row in json.loads(out.read_text())["calibration"]["layers"]] == [2, 5]
+    calibration = json.loads(out.read_text())["calibration"]
+    assert [row["layer"] for row in calibration["layers"]] == [2, 5]
+    assert (calibration["sinks"] or 0) > 0.1 if family == "GptOss" else calibration["sinks"] is None
+    printed = capsys.readouterr().out
+    assert ("of the mass, which counts as kept" in printed) == (family == "GptOss")
+    if family == "GptOss":
+        with pytest.raises(CalibrationError, match="layer 2 has attention sinks, which is not measured"):
+            capture(model, tokens.tolist(), 1, seen.append)
 
 
 def test_a_layer_that_no_theta_serves_keeps_all() -> None:
@@ -229,7 +246,7 @@ def test_a_layer_that_no_theta_serves_keeps_all() -> None:
     assert rows == [
         {"layer": 3, "length": 100, "theta": ALL_KEYS, "recall": 1, "worst_head_recall": 1, "sparsity": 0},
     ]
-    found = {"layers": rows, "number_of_prompts": [{"length": 100, "prompts": 1}]}
+    found = {"sinks": None, "layers": rows, "number_of_prompts": [{"length": 100, "prompts": 1}]}
     found["same_theta_in_all_layers"] = same_theta_rows({100: {3: kept}})
     report({"calibration": found})
 

@@ -3,11 +3,15 @@
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from anchor_runs import with_sinks
+from checkpoints import random_windowed
+from safetensors.torch import load_file, save_file
 
 from sglang_sparse import calibrate
 from sglang_sparse.config.settings import build
@@ -28,15 +32,15 @@ FACTORS = (0.01, 1.0, 10.0, 100.0, 5000.0)
 PAGES = torch.arange(-(-TOKENS // PAGE), dtype=torch.int32)[None]
 
 
-@pytest.fixture(scope="module")
-def captured() -> Captured:
+@pytest.fixture(scope="module", params=[None, [6.0, 2.0, 12.0, 9.0]], ids=["plain", "sinks"])
+def captured(request: pytest.FixtureRequest) -> Captured:
     generator = torch.Generator().manual_seed(5)
     query, key = (1.7 * torch.randn(TOKENS, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS))
-    # A sink, which all queries share, and every third block.
+    # A token that all queries share, and every third block.
     query[..., 0] += 5
     key[0, :, 0] += 8
     key[torch.arange(TOKENS) // BLOCK % 3 == 1] *= 2
-    return Captured(0, query, key, key, SCALE)
+    return Captured(0, query, key, key, SCALE, None if request.param is None else torch.tensor(request.param))
 
 
 def cache(captured: Captured) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,13 +52,13 @@ def cache(captured: Captured) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def recall(captured: Captured, out: torch.Tensor) -> float:
-    """Share of the dense mass on the blocks that have a weight in what an op gave the last queries."""
+    """Share of the dense mass on sinks, and on the blocks that have a weight in what an op gave the last queries."""
     keys = captured.key.repeat_interleave(HEADS // KV_HEADS, 1)
     positions = torch.arange(TOKENS)
     logits = torch.einsum("qhd,khd->qhk", captured.query[-len(out) :], keys).double() * SCALE
     later = positions > positions[-len(out) :, None]
-    weights = logits.masked_fill(later[:, None], -math.inf).softmax(-1)
-    return float((weights * (out > 0)[..., positions // BLOCK]).sum(-1).mean())
+    weights = with_sinks(logits.masked_fill(later[:, None], -math.inf).transpose(0, 1), captured.sinks).transpose(0, 1)
+    return 1 - float((weights * (out == 0)[..., positions // BLOCK]).sum(-1).mean())
 
 
 @pytest.mark.parametrize("logits", [1, 1 << 27])
@@ -73,6 +77,7 @@ def test_prefill_is_judged_as_the_op_does(captured: Captured, logits: int, monke
             PAGE,
             SCALE,
             stats=stats,
+            sinks=captured.sinks,
         )
         assert stats[2:].tolist() == [skipped, found.visited]
         assert mass == pytest.approx(recall(captured, out), abs=1e-5)
@@ -86,12 +91,13 @@ def test_decode_is_judged_as_the_op_does(captured: Captured) -> None:
     rows = PAGES.expand(3, -1).contiguous(), ((lengths + PAGE - 1) // PAGE).int(), lengths - 1
     for factor, skipped, mass in zip(FACTORS, found.skipped, found.mass, strict=True):
         stats, factors = torch.zeros(2, dtype=torch.int64), torch.full((3,), factor)
-        out = skip_softmax_decode(captured.query[-3:], *cache(captured), *rows, factors, PAGE, SCALE, stats=stats)
+        given = captured.query[-3:], *cache(captured), *rows, factors, PAGE, SCALE
+        out = skip_softmax_decode(*given, stats=stats, sinks=captured.sinks)
         assert stats.tolist() == [found.visited, skipped]
         assert mass == pytest.approx(recall(captured, out), abs=1e-5)
     assert found.visited == 3 * KV_HEADS * BLOCKS and found.skipped[0] < found.skipped[2] < found.skipped[4]
     # What was captured may be those alone.
-    assert skipped_in_decode(Captured(0, captured.query[-3:], captured.key, captured.key, SCALE), 3, FACTORS) == found
+    assert skipped_in_decode(replace(captured, query=captured.query[-3:]), 3, FACTORS) == found
 
 
 def test_of_a_long_prompt_some_tiles_are_judged(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,12 +169,12 @@ def test_an_interrupted_run_goes_on_and_the_file_is_read_as_a_checkpoint(
     assert "decode: threshold_scale_factor = " in printed and whole.with_suffix(".png").stat().st_size > 1000
     runs = 0
 
-    def once(*arguments: Any) -> None:
+    def once(*arguments: Any, **more: Any) -> None:
         nonlocal runs
         runs += 1
         if runs == 2:
             raise KeyboardInterrupt
-        capture(*arguments)
+        capture(*arguments, **more)
 
     monkeypatch.setattr(skip_softmax, "capture", once)
     assert calibrate.main(command(out)) == 130 and not out.exists()
@@ -212,6 +218,51 @@ def test_the_users_own_prompts_and_layers(tmp_path: Path, capsys: pytest.Capture
     assert found.layers == {"prefill": [0, 1, 2, 3], "decode": [1, 2]}
     assert calibrate.main([*given, "--sparse-prefill-config", '{"layers": "9"}']) == 1
     assert "--sparse-prefill-config: layers '9': the model has layers 0 to 3" in capsys.readouterr().err
+
+
+def test_a_model_with_sinks_skips_the_share_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of queries that look at what is near: the biases of queries and keys are the same, before RoPE."""
+    model, out, seen = random_windowed(tmp_path / "model", "GptOss"), tmp_path / "out.json", list[Captured]()
+    weights = load_file(model / "model.safetensors")
+    weights |= {name: of.fill_(1.5) for name, of in weights.items() if name.endswith(("q_proj.bias", "k_proj.bias"))}
+    weights |= {name: of + 8 for name, of in weights.items() if name.endswith(".sinks")}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+    def noted(*given: Any, **more: Any) -> None:
+        *others, visit = given
+        capture(*others, lambda captured: (seen.append(captured), visit(captured)), **more)
+
+    monkeypatch.setattr(skip_softmax, "capture", noted)
+    assert calibrate.main([*command(out), "--model-path", str(model), "--lengths", "2k", "--queries", "16"]) == 0
+    assert "decode: attention sinks hold" in capsys.readouterr().out and [one.layer for one in seen] == [2, 5]
+    found = SkipCalibration.model_validate(json.loads(out.read_text())["calibration"])
+    assert found.sinks is not None and all(0.05 < share < 0.5 for share in found.sinks.values())
+    asked = {"prefill": 0.4, "decode": 0.5}
+    fields = resolved_fields({"calibration_file": str(out), "target_sparsity": asked}, dict)
+    factors = fields["threshold_scale_factor"]
+    counts = {phase: [served(phase, one, factors[phase]) for one in seen] for phase in asked}
+    for phase, fitted in found.phases.items():
+        skipped, visited = map(sum, zip(*counts[phase], strict=True))
+        assert abs(skipped / visited - asked[phase]) < fitted.error + 0.02
+
+
+def served(phase: str, captured: Captured, factor: float) -> tuple[int, int]:
+    """The blocks that the op of a phase skips, and those that it visits, over a whole prompt or its last 16 tokens."""
+    tokens, (kv_heads, dim) = len(captured.key), captured.key.shape[1:]
+    pages, stats = torch.arange(-(-tokens // PAGE), dtype=torch.int32)[None], torch.zeros(4, dtype=torch.int64)
+    cache = torch.zeros(2, pages.numel() * PAGE, kv_heads, dim)
+    cache[:, :tokens] = torch.stack([captured.key, captured.value])
+    more = {"page_size": PAGE, "sm_scale": captured.scaling, "sinks": captured.sinks}
+    if phase == "prefill":
+        plan = make_plan([Span(0, 0, tokens)], 1, "cpu")
+        skip_softmax_prefill(captured.query, *cache, pages, plan, torch.tensor([factor]), stats=stats, **more)
+        return int(stats[2]), int(stats[3])
+    lengths = torch.arange(tokens - 15, tokens + 1)
+    rows = pages.expand(16, -1).contiguous(), ((lengths + PAGE - 1) // PAGE).int(), lengths - 1
+    skip_softmax_decode(captured.query[-16:], *cache, *rows, torch.full((16,), factor), stats=stats[:2], **more)
+    return int(stats[1]), int(stats[0])
 
 
 def test_what_is_not_finite_ends_the_run(

@@ -240,7 +240,8 @@ class Point(BaseModel):
         threshold_scale_factor: the factor.
         length: tokens of the prompts, as they were asked for.
         sparsity: share of the blocks that were skipped, over layers, heads and prompts, as a server counts it.
-        recall: share of the attention mass on the other ones, mean over layers, heads, queries and prompts.
+        recall: share of the attention mass on the other ones and on attention sinks, mean over layers, heads, queries
+            and prompts.
         worst_layer_recall: the same in the layer where it is least.
     """
 
@@ -299,6 +300,8 @@ class SkipCalibration(BaseModel):
         device: where the model ran.
         dtype: in which element type.
         versions: of the packages that took part.
+        sinks: share of the attention mass of each phase that attention sinks hold. It counts as kept; no block is
+            compared with a sink. None: the model has none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -317,6 +320,7 @@ class SkipCalibration(BaseModel):
     device: str
     dtype: str
     versions: dict[str, str]
+    sinks: dict[str, float] | None = None
 
 
 class Formula(NamedTuple):

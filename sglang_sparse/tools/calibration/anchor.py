@@ -42,7 +42,7 @@ from sglang_sparse.tools.calibration.capture import (
 )
 from sglang_sparse.tools.calibration.prompts import FLAGS, FORMS, Prompts
 from sglang_sparse.tools.calibration.recall import MAX_THETA, Kept, Tally
-from sglang_sparse.tools.calibration.report import layer_rows, report, same_theta_rows
+from sglang_sparse.tools.calibration.report import layer_rows, report, same_theta_rows, sink_share
 from sglang_sparse.tools.calibration.robsa_prompts import fitting
 
 CONFIG_FLAG = "--sparse-prefill-config"
@@ -146,7 +146,7 @@ def measure(
                 bar.update()
 
             for tokens in several:
-                capture(model, tokens, len(tokens), visit)
+                capture(model, tokens, len(tokens), visit, sinks=True)
     return {length: {layer: tally.kept() for layer, tally in row.items()} for length, row in tallies.items()}
 
 
@@ -187,8 +187,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         layer: choose([by_layer[layer] for by_layer in measured.values()], args.target_recall, args.head_floor)
         for layer in layers
     }
-    served = [layer for layer, place in places.items() if place is not None]
-    if not served:
+    if not (served := [layer for layer, place in places.items() if place is not None]):
         raise CalibrationError(
             f"no theta up to {MAX_THETA:g} reaches a recall of {args.target_recall} in any layer, with "
             f"{args.head_floor} in every head",
@@ -211,6 +210,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         "first_position": method.dense_below,
         "seed": args.seed,
         "versions": versions(),
+        "sinks": sink_share(measured),
         "layers": rows,
         "same_theta_in_all_layers": same_theta_rows(measured),
     }

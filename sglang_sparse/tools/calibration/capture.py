@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # The name under which transformers finds the attention function of this module.
 IMPLEMENTATION = "captured"
 PACKAGES = ("torch", "transformers")
-# What transformers tells attention functions about a sliding window, a soft cap of the logits and attention sinks.
-OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
+# What transformers tells attention functions about a sliding window and a soft cap of the logits, and about sinks.
+OTHER_ATTENTION, SINKS = ("sliding_window", "softcap"), "s_aux"
 
 
 class CalibrationError(SparseArgumentError):
@@ -44,6 +44,7 @@ class Captured:
         key: ``[tokens, kv_heads, head_dim]`` of all positions.
         value: ``[tokens, kv_heads, value_dim]``.
         scaling: factor of q·k.
+        sinks: ``[q_heads]``, the logits of attention sinks in natural units, or None.
     """
 
     layer: int
@@ -51,6 +52,7 @@ class Captured:
     key: Tensor
     value: Tensor
     scaling: float
+    sinks: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -221,7 +223,9 @@ def _complete_scale(model: Any) -> None:
 
 
 @torch.inference_mode()
-def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Captured], None]) -> None:
+def capture(
+    model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Captured], None], *, sinks: bool = False
+) -> None:
     """Run a prompt through a model of `load_model` and show every layer's attention to `visit` before it goes on.
 
     Nothing of a layer is kept, so that memory holds one of them.
@@ -231,6 +235,7 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
         tokens: ids of the prompt.
         queries: how many of the last positions.
         visit: called once for each of `shown_layers`, in their order.
+        sinks: whether `visit` counts attention sinks; else a model with sinks is refused.
 
     Raises:
         CalibrationError: another layer does not let its attention be captured, or attends to something else than all
@@ -245,7 +250,7 @@ def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Ca
         visit(captured)
 
     layers = shown_layers(model.config)
-    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries, layers))
+    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries, layers, sinks))
     ids = torch.tensor([tokens], device=model.device)
     model.base_model(input_ids=ids, use_cache=False)
     if seen != layers:
@@ -257,6 +262,7 @@ def _attend(
     show: Callable[[Captured], None],
     queries: int,
     layers: Sequence[int],
+    counts_sinks: bool,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -266,20 +272,42 @@ def _attend(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    layer = int(getattr(module, "layer_idx"))  # noqa: B009
-    if layer not in layers:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    odd = [name for name in OTHER_ATTENTION if options.get(name) is not None]
-    # Attention to all earlier tokens needs no mask.
-    odd += ["a separate mask"] if attention_mask is not None else []
-    if odd:
-        message = f"--model-path: the attention of layer {layer} has {odd[0]}, which is not measured"
-        raise CalibrationError(message, field="--model-path", got=odd)
-    scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
-    show(Captured(layer, last, keys, values, scaling))
+    layer, sinks = int(getattr(module, "layer_idx")), options.pop(SINKS, None)  # noqa: B009
+    scaling = options["scaling"] = options.get("scaling") or query.shape[-1] ** -0.5
+    if layer in layers:
+        odd = [name for name in OTHER_ATTENTION if options.get(name) is not None]
+        # Attention to all earlier tokens needs no mask.
+        odd += ["a separate mask"] if attention_mask is not None else []
+        odd += ["attention sinks"] if sinks is not None and not counts_sinks else []
+        if odd:
+            message = f"--model-path: the attention of layer {layer} has {odd[0]}, which is not measured"
+            raise CalibrationError(message, field="--model-path", got=odd)
+        last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
+        show(Captured(layer, last, keys, values, scaling, None if sinks is None else sinks.detach()))
+    width, own = value.shape[-1], 0
+    if sinks is not None:
+        query, key, value, attention_mask = _with_first_key(query, key, value, attention_mask, sinks / scaling)
+        own = 1
     # Values of MLA are narrower than its keys; at one width no kernel writes out all scores.
-    width = value.shape[-1]
     padded = torch.nn.functional.pad(value, (0, max(0, query.shape[-1] - width)))
     output, _ = sdpa_attention_forward(module, query, key, padded, attention_mask, **options)
-    return output[..., :width], None
+    return output[:, own:, :, :width], None
+
+
+def _with_first_key(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, products: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Put a key before all others that adds to denominators alone, and a query, which causal kernels need with it.
+
+    Args:
+        query: ``[1, q_heads, tokens, head_dim]``, which becomes wider by one, as that of the keys.
+        key: ``[1, kv_heads, tokens, head_dim]``.
+        value: ``[1, kv_heads, tokens, value_dim]``; that of the first key is 0.
+        mask: ``[1, 1, tokens, tokens]`` bool, true where a query sees a key, or None for causal.
+        products: ``[q_heads]``, the first key's q·k with each query of a head.
+    """
+    pad = torch.nn.functional.pad
+    own = products.to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
+    query, key, value = (pad(part, (0, 0, 1, 0)) for part in (torch.cat([query, own], -1), pad(key, (0, 1)), value))
+    key[:, :, 0, -1] = 1
+    return query, key, value, None if mask is None else pad(mask, (1, 0, 1, 0), value=True)

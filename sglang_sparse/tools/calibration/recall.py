@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sglang_sparse.tools.calibration.capture import Captured
+from sglang_sparse_kernels.sparse_decode.reference import softmax
 
 # Thresholds that are judged, in natural-log units: each is a number that float32 and JSON hold exactly.
 THETA_STEP, MAX_THETA = 0.125, 64.0
@@ -27,14 +28,16 @@ class Candidates(NamedTuple):
         gaps: how far the key's logit with the mean query of a block lies below the block's mean anchor, of the block
             where that is least, in natural-log units; negative infinity for the block before the group, always kept.
         mass: attention mass of the key, summed over the group's queries.
+        sinks: ``[q_heads]``, that of the attention sinks.
     """
 
     gaps: Tensor
     mass: Tensor
+    sinks: Tensor
 
 
 def candidates(captured: Captured, first: int, end: int, block_size: int) -> Candidates:
-    """Look at a step group, as ``sglang_sparse_kernels.anchor_prefill`` defines it.
+    """Look at a step group, as ``sglang_sparse_kernels.anchor_prefill`` defines it: an attention sink is no anchor.
 
     Args:
         captured: a layer's attention, with the queries of all positions.
@@ -49,19 +52,22 @@ def candidates(captured: Captured, first: int, end: int, block_size: int) -> Can
     for head in range(kv_heads):
         query = captured.query[first:end, head * group : (head + 1) * group].float().transpose(0, 1)
         query, key = query * captured.scaling, captured.key[:end, head].float()
-        mass, anchors = key.new_zeros(group, last - block_size), []
+        mass, on_keys, anchors = key.new_zeros(group, last - block_size), key.new_zeros(group), []
+        sinks = None if captured.sinks is None else captured.sinks[head * group : (head + 1) * group]
         for rows in torch.arange(end - first, device=key.device).split(max(1, LOGITS // (group * end))):
             logits = query[:, rows] @ key.T
             logits[..., first:].masked_fill_(torch.arange(end - first, device=key.device) > rows[:, None], -torch.inf)
             anchors.append(torch.maximum(logits[..., :block_size].amax(-1), logits[..., first:].amax(-1)))
-            mass += logits.softmax(-1)[..., block_size:last].sum(1)
+            weights = softmax(logits[None], sinks, inner=2)[0]
+            on_keys += weights.sum((1, 2))
+            mass += weights[..., block_size:last].sum(1)
         anchor, pooled = (
             torch.stack([part.mean(1) for part in rows.split(block_size, 1)], 1)
             for rows in (torch.cat(anchors, 1), query)
         )
         gaps = (anchor[..., None] - pooled @ key[block_size:last].T).amin(1)
         gaps[:, max(0, last - 2 * block_size) :] = -torch.inf
-        found.append(Candidates(gaps, mass))
+        found.append(Candidates(gaps, mass, end - first - on_keys))
     return Candidates(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
@@ -76,11 +82,14 @@ class Kept:
 
     Attributes:
         recall: share of the attention mass that falls on keys that are kept, mean over queries.
+            That of an attention sink is always kept.
         sparsity: share of the causal query-key pairs that are left out.
+        sinks: ``[q_heads]`` float64, share of the attention mass that attention sinks hold, or None.
     """
 
     recall: Tensor
     sparsity: Tensor
+    sinks: Tensor | None = None
 
 
 class Tally:
@@ -95,6 +104,7 @@ class Tally:
         self._bins = len(thetas()) + 1
         self._mass = torch.zeros(q_heads, self._bins, dtype=torch.float64)
         self._pairs = torch.zeros(q_heads, self._bins, dtype=torch.float64)
+        self._sinks: Tensor | None = None
         self._queries = self._causal = 0
 
     def add(self, captured: Captured, dense_below: int, block_size: int, step: int) -> None:
@@ -110,10 +120,12 @@ class Tally:
         for first in range(dense_below, tokens, block_size * step):
             end = min(first + block_size * step, tokens)
             # On the CPU, where sums do not depend on the order in which threads come.
-            gaps, mass = (part.cpu() for part in candidates(captured, first, end, block_size))
+            gaps, mass, sinks = (part.cpu() for part in candidates(captured, first, end, block_size))
             places = self._places(gaps)
             self._mass += self._counted(places, mass.double())
             self._pairs += self._counted(places) * (end - first)
+            if captured.sinks is not None:
+                self._sinks = (0 if self._sinks is None else self._sinks) + sinks.double()
             self._queries += end - first
             self._causal += (first + 1 + end) * (end - first) // 2
 
@@ -129,4 +141,6 @@ class Tally:
     def kept(self) -> Kept:
         """What was counted so far."""
         missed, left_out = (part[:, 1:].flip(1).cumsum(1).flip(1) for part in (self._mass, self._pairs))
-        return Kept(1 - missed / max(1, self._queries), left_out / max(1, self._causal))
+        queries = max(1, self._queries)
+        sinks = None if self._sinks is None else self._sinks / queries
+        return Kept(1 - missed / queries, left_out / max(1, self._causal), sinks)

@@ -50,6 +50,14 @@ def same_theta_rows(measured: Measured) -> list[dict[str, object]]:
     return rows
 
 
+def sink_share(measured: Measured) -> float | None:
+    """The share of the attention mass that attention sinks hold, mean over layers and lengths; None without sinks."""
+    found = [
+        kept.sinks.mean() for by_layer in measured.values() for kept in by_layer.values() if kept.sinks is not None
+    ]
+    return round(torch.stack(found).mean().item(), 4) if found else None
+
+
 def report(config: Mapping[str, Any]) -> None:
     """Print what was found."""
     found = config["calibration"]
@@ -67,6 +75,8 @@ def report(config: Mapping[str, Any]) -> None:
         for row in found["same_theta_in_all_layers"]:
             if row["length"] == length:
                 print(f"{'':>5} {length:>7} {row['theta']:8.3f} {row['recall']:7.4f} {'':>10} {row['sparsity']:9.1%}")
+    if found["sinks"] is not None:
+        print(f"attention sinks hold {found['sinks']:.1%} of the mass, which counts as kept")
     dense = sorted({row["layer"] for row in found["layers"] if row["theta"] == ALL_KEYS})
     if dense:
         print(f"no theta up to {MAX_THETA:g} reaches the target in layers {', '.join(map(str, dense))}: dense there")

@@ -32,6 +32,8 @@ def table(calibration: SkipCalibration, scale: Mapping[str, Any]) -> None:
             f"{phase}: threshold_scale_factor = {formula.a:.4g} * exp({formula.b:.4g} * share), for shares from "
             f"{fit.lowest:.3f} to {fit.highest:.3f}; R² {fit.r_squared:.3f}, a share is off by up to {fit.error:.1%}"
         )
+    for phase, share in (calibration.sinks or {}).items():
+        print(f"{phase}: attention sinks hold {share:.1%} of the mass, which counts as kept")
 
 
 def plot(calibration: SkipCalibration, scale: Mapping[str, Any], path: Path) -> None:

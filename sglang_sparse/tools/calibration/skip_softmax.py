@@ -232,7 +232,7 @@ def measure(
                     row["decode"].append(_finite(captured, skipped_in_decode(captured, queries, FACTORS)))
                 bar.update()
 
-            capture(model, tokens, len(tokens), visit)
+            capture(model, tokens, len(tokens), visit, sinks=True)
             partial.add(row)
 
 
@@ -271,6 +271,10 @@ def points(lengths: Sequence[int], rows: Sequence[Sequence[Sequence[Any]]]) -> l
     return found
 
 
+def _sink_share(found: Sequence[Skipped]) -> float:
+    return round(sum((one.sinks or 0.0) * one.queries for one in found) / sum(one.queries for one in found), 6)
+
+
 def summary(lengths: Sequence[int], rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, object]:
     """The file: the table that a checkpoint of Model Optimizer has, and what it comes from.
 
@@ -287,7 +291,10 @@ def summary(lengths: Sequence[int], rows: Sequence[Mapping[str, Any]], about: Ma
         scale[phase] = formula._asdict()
     group = {"algorithm": "skip_softmax", "threshold_scale_factor": scale}
     producer = {"name": "sglang-sparse", "version": about["versions"]["sglang-sparse"]}
-    calibration = SkipCalibration(**about, phases=phases)
+    measured = {phase: [Skipped(*each) for row in rows for each in row[phase]] for phase in PHASES}
+    has_sinks = any(one.sinks is not None for found in measured.values() for one in found)
+    sinks = {phase: _sink_share(found) for phase, found in measured.items()} if has_sinks else None
+    calibration = SkipCalibration(**about, phases=phases, sinks=sinks)
     return {
         TABLE: {"config_groups": {"group_0": group}, "producer": producer},
         "calibration": calibration.model_dump(),

@@ -17,6 +17,7 @@ from sglang_sparse_kernels.skip_softmax_decode import reference as decode
 from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS as PREFILL_KEYS
 from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan
 from sglang_sparse_kernels.skip_softmax_prefill import reference as prefill
+from sglang_sparse_kernels.sparse_decode.reference import softmax
 
 # Logits that are held at once.
 LOGITS = 1 << 27
@@ -31,14 +32,16 @@ class Skipped(NamedTuple):
         visited: blocks that were looked at, as the op counts them.
         skipped: how many of them are skipped, by factor.
         queries: over all query heads.
-        mass: share of the attention mass on the blocks that are kept, by factor, mean over these; NaN where logits
-            are not finite.
+        mass: share of the attention mass that is kept, by factor, mean over these; NaN where logits are not finite.
+            That of attention sinks is always kept.
+        sinks: the share that attention sinks hold, or None.
     """
 
     visited: int
     skipped: list[int]
     queries: int
     mass: list[float]
+    sinks: float | None = None
 
 
 class _Judged(NamedTuple):
@@ -57,7 +60,7 @@ def skipped_in_prefill(captured: Captured, dense_below: int, dense_from: int, fa
         dense_from: position behind the last one.
         factors: values of ``threshold_scale_factor``.
     """
-    return _count(_tiles(captured, dense_below, dense_from), factors, queries_dim=2)
+    return _count(captured, _tiles(captured, dense_below, dense_from), factors, queries_dim=2)
 
 
 def skipped_in_decode(captured: Captured, queries: int, factors: Sequence[float]) -> Skipped:
@@ -68,7 +71,7 @@ def skipped_in_decode(captured: Captured, queries: int, factors: Sequence[float]
         queries: how many of the last positions.
         factors: values of ``threshold_scale_factor``.
     """
-    return _count(_rows(captured, queries), factors, queries_dim=1)
+    return _count(captured, _rows(captured, queries), factors, queries_dim=1)
 
 
 def _tiles(captured: Captured, dense_below: int, dense_from: int) -> Iterator[_Judged]:
@@ -88,7 +91,7 @@ def _tiles(captured: Captured, dense_below: int, dense_from: int) -> Iterator[_J
             def kept(factor: float, maxima: Tensor = maxima, tile: prefill.QueryTile = tile) -> Tensor:
                 return prefill.kept_blocks(maxima, prefill.log_threshold(tile, factor))
 
-            yield _Judged(_masses(logits, PREFILL_KEYS), kept)
+            yield _Judged(_masses(captured, heads, logits, PREFILL_KEYS), kept)
 
 
 def _rows(captured: Captured, queries: int) -> Iterator[_Judged]:
@@ -101,7 +104,7 @@ def _rows(captured: Captured, queries: int) -> Iterator[_Judged]:
         def kept(factor: float, maxima: Tensor = maxima, length: int = length) -> Tensor:
             return decode.kept_blocks(maxima, decode.log_threshold(factor, length))
 
-        yield _Judged(_masses(logits, DECODE_KEYS), kept)
+        yield _Judged(_masses(captured, heads, logits, DECODE_KEYS), kept)
 
 
 def _logits(captured: Captured, heads: Tensor, positions: slice, end: int) -> Tensor:
@@ -113,23 +116,29 @@ def _logits(captured: Captured, heads: Tensor, positions: slice, end: int) -> Te
     return query @ captured.key[:end, heads].float().permute(1, 2, 0)[:, None]
 
 
-def _masses(logits: Tensor, block_keys: int) -> Tensor:
-    weights = logits.softmax(-1)
+def _masses(captured: Captured, heads: Tensor, logits: Tensor, block_keys: int) -> Tensor:
+    """``[kv_heads, group, …, blocks]``; with attention sinks they add to less than 1."""
+    sinks = captured.sinks
+    sinks = None if sinks is None else sinks.unflatten(0, (captured.key.shape[1], -1))[heads].flatten()
+    weights = softmax(logits, sinks, inner=logits.dim() - 2)
     return (
         torch.nn.functional.pad(weights, (0, -weights.shape[-1] % block_keys)).unflatten(-1, (-1, block_keys)).sum(-1)
     )
 
 
-def _count(found: Iterator[_Judged], factors: Sequence[float], queries_dim: int) -> Skipped:
+def _count(captured: Captured, found: Iterator[_Judged], factors: Sequence[float], queries_dim: int) -> Skipped:
     """Add up; ``queries_dim`` is the dimension of the masses whose queries share what is kept."""
     visited = queries = 0
     skipped: list[Tensor] = []
-    masses: list[Tensor] = []
+    lost: list[Tensor] = []
+    on_keys = 0.0
     for mass, kept_at in found:
-        kept = torch.stack([kept_at(factor) for factor in factors])
-        visited += kept[0].numel()
+        left_out = ~torch.stack([kept_at(factor) for factor in factors])
+        visited += left_out[0].numel()
         queries += mass[..., 0].numel()
-        skipped.append((~kept).flatten(1).sum(1))
-        masses.append((mass * kept.unsqueeze(queries_dim + 1)).flatten(1).sum(1, dtype=torch.float64))
-    mass = torch.stack(masses).sum(0) / queries
-    return Skipped(visited, torch.stack(skipped).sum(0).tolist(), queries, mass.tolist())
+        on_keys += mass.sum(dtype=torch.float64).item()
+        skipped.append(left_out.flatten(1).sum(1))
+        lost.append((mass * left_out.unsqueeze(queries_dim + 1)).flatten(1).sum(1, dtype=torch.float64))
+    mass = 1 - torch.stack(lost).sum(0) / queries
+    sinks = None if captured.sinks is None else 1 - on_keys / queries
+    return Skipped(visited, torch.stack(skipped).sum(0).tolist(), queries, mass.tolist(), sinks)
