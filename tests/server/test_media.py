@@ -1,14 +1,16 @@
-"""Models that are served with their towers: tiny Qwen3-VL against transformers, with texts and images."""
+"""Models that are served with their towers: tiny Qwen3-VL against transformers, with texts, images and videos."""
 
 import base64
 import io
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import IMAGE, VISION_END, VISION_START, by_transformers, random_vision_language
+from checkpoints import IMAGE, VIDEO, VISION_END, VISION_START, by_transformers, random_vision_language
+from gif_videos import decoding, make_gif, sampled
 from PIL import Image
 from server_requests import (
     RETRACT,
@@ -23,6 +25,7 @@ from server_requests import (
     sparse_state,
     spent,
 )
+from transformers import AutoTokenizer
 
 PAGE, INTERVAL = 16, 16
 FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
@@ -34,26 +37,39 @@ Prompt = tuple[list[int], list[int]]
 FIRST = Image.radial_gradient("L").resize((128, 96)).convert("RGB")
 SECOND = FIRST.transpose(Image.Transpose.ROTATE_180).point(lambda value: value // 2)
 MORE = 4 * 3 - 1
+# Of 2 x 3 tokens.
+THIRD = SECOND.resize((64, 96))
+# Of four pairs of frames.
+VIDEO_FILE = make_gif([FIRST.convert("L").resize((336, 308)).rotate(45 * turn) for turn in range(8)])
+
+
+def as_png(image: Image.Image) -> bytes:
+    image.save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
 
 
 class Showing:
-    """A server that is sent an image with each prompt that has a token for it."""
+    """A server that is sent as many images as a prompt has tokens for, and the video if it has a token for that."""
 
-    def __init__(self, server: Any, image: Image.Image = FIRST) -> None:
-        self.server, file = server, io.BytesIO()
-        image.save(file, "PNG")
-        self.image = base64.b64encode(file.getvalue()).decode()
+    def __init__(self, server: Any, *images: Image.Image) -> None:
+        self.server = server
+        self.images = [base64.b64encode(as_png(image)).decode() for image in images or (FIRST, SECOND)]
+        self.video = base64.b64encode(VIDEO_FILE).decode()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.server, name)
 
     def generate(self, **asked: Any) -> dict[str, Any]:
-        shown = {"image_data": self.image} if IMAGE in asked["input_ids"] else {}
+        shown: dict[str, Any] = {}
+        if count := asked["input_ids"].count(IMAGE):
+            shown["image_data"] = self.images[:count]
+        if VIDEO in asked["input_ids"]:
+            shown["video_data"] = self.video
         return self.server.generate(**asked, **shown)
 
 
-def with_image(prompt: list[int], at: int = 100) -> list[int]:
-    return [*prompt[:at], VISION_START, IMAGE, VISION_END, *prompt[at:]]
+def with_image(prompt: list[int], at: int = 100, media: int = IMAGE) -> list[int]:
+    return [*prompt[:at], VISION_START, media, VISION_END, *prompt[at:]]
 
 
 def drawn(seed: int, tokens: int, prompt: int = 300) -> Prompt:
@@ -69,12 +85,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def likely(model: Path) -> Likely:
-    return by_transformers(model, FIRST)
+    return by_transformers(model, FIRST, SECOND)
 
 
 @pytest.fixture(scope="module")
-def server(serve, model: Path) -> Iterator[Showing]:
-    with serve(model, *FLAGS, config={**RESA, "check_exactness": True}) as server:
+def server(serve, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Showing]:
+    env = decoding(tmp_path_factory.mktemp("decoder"))
+    with serve(model, *FLAGS, config={**RESA, "check_exactness": True}, env=env) as server:
         yield Showing(server)
 
 
@@ -100,6 +117,44 @@ def test_another_image_at_the_same_place_shares_what_is_before_it(server: Showin
         assert off(answer, by_transformers(model, image)(with_image(prompt), output)) < 1e-4
 
 
+def test_several_images_agree_with_transformers(server: Showing, model: Path) -> None:
+    """Two in a prompt, and one more in the next turn, which finds the generated tokens of the turn before."""
+    prompt, output = drawn(7, 90)
+    shown = Showing(server.server, SECOND, THIRD, FIRST)
+    likely = by_transformers(model, SECOND, THIRD, FIRST)
+    first = with_image(with_image(prompt, 200), 60)
+    more = MORE + 2 * 3 - 1
+    server.flush_cache()
+    assert off(forced(shown, first, output), likely(first, output)) > 1e-2
+    (text, second), lost = drawn(8, 60, 40), INTERVAL + PAGE
+    turn = [*first, *output, *with_image(text, 20)]
+    answer = forced(shown, turn, second, sparse=False)
+    assert answer["meta_info"]["cached_tokens"] > len(first) + len(output) + more - lost
+    assert off(answer, likely(turn, second)) < 1e-4
+    server.flush_cache()
+    assert_agrees(shown, likely, turn, second, lost - more - MORE)
+    assert_exact(server)
+
+
+def words(model: Path, seed: int, tokens: int) -> list[int]:
+    """Tokens that are whole words each: with a video SGLang decodes a prompt and encodes it again."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = {token: tokenizer.decode([token]) for token in range(300, 1000)}
+    whole = [token for token, text in found.items() if text[0] == " " and tokenizer.encode(text) == [token]]
+    return random.Random(seed).choices(whole, k=tokens)
+
+
+def test_a_video_agrees_with_transformers(server: Showing, model: Path) -> None:
+    """Behind an image; a chunk of the prompt, of 256 tokens, ends within the video."""
+    likely = by_transformers(model, FIRST, video=sampled(VIDEO_FILE))
+    prompt, output = with_image(with_image(words(model, 1, 300), 220, VIDEO), 50), words(model, 2, 90)
+    server.flush_cache()
+    more = forced(server, prompt, output[:1], sparse=False)["meta_info"]["prompt_tokens"] - len(prompt)
+    assert more > 60 + MORE
+    assert_agrees(server, likely, prompt, output, INTERVAL + PAGE - more)
+    assert_exact(server)
+
+
 def together(server: Showing, asked: list[tuple[Prompt, dict[str, Any]]]) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(len(asked)) as pool:
         return [*pool.map(lambda one: forced(server, *one[0], **one[1]), asked)]
@@ -121,6 +176,8 @@ def assert_follow_ups_agree(server: Showing, likely: Likely) -> list[dict[str, A
     """Texts and images are rectified together, in passes that several share; returns the answers before."""
     asked = [drawn(seed, 60 + 7 * seed, 150 + 30 * seed) for seed in range(6)]
     asked = [(with_image(prompt, 40) if seed % 2 else prompt, output) for seed, (prompt, output) in enumerate(asked)]
+    # Two images.
+    asked[3] = with_image(asked[3][0], 200), asked[3][1]
     server.flush_cache()
     answers = together(server, [(one, {}) for one in asked])
     for prompt, output in asked:

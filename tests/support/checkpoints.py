@@ -246,8 +246,8 @@ def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
     return path
 
 
-# The ids of images and of the tokens before and behind them: the first ones behind the three of every tokenizer.
-IMAGE, VISION_START, VISION_END = 3, 5, 6
+# The ids of media and of the tokens before and behind them: the first ones behind the three of every tokenizer.
+IMAGE, VIDEO, VISION_START, VISION_END = 3, 4, 5, 6
 _MEDIA = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
 
 
@@ -262,10 +262,13 @@ def _qwen3_vl_processor(path: Path) -> None:
     Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(path)
 
 
-def by_transformers(folder: Path, image: Any = None, **config: Any) -> Callable[[list[int], list[int]], list[float]]:
+def by_transformers(
+    folder: Path, *images: Any, video: Any = None, **config: Any
+) -> Callable[[list[int], list[int]], list[float]]:
     """What gives tokens behind a prompt their log-probabilities, in one pass; ``config`` overrides the checkpoint's.
 
-    ``image``, of Pillow, is what a prompt shows at its token of an image.
+    ``images``, of Pillow, are what a prompt shows at its tokens of images, and ``video``, frames with their metadata,
+    at that of a video.
     """
     import torch
     import transformers
@@ -277,16 +280,34 @@ def by_transformers(folder: Path, image: Any = None, **config: Any) -> Callable[
     @torch.inference_mode()
     def likely(prompt: list[int], tokens: list[int]) -> list[float]:
         shown: dict[str, Any] = {}
-        if image is not None and IMAGE in prompt:
-            images = transformers.AutoProcessor.from_pretrained(folder).image_processor
-            shown, at = dict(images(images=[image], return_tensors="pt")), prompt.index(IMAGE)
-            patches = int(shown["image_grid_thw"].prod()) // images.merge_size**2
-            prompt = [*prompt[:at], *[IMAGE] * patches, *prompt[at + 1 :]]
-            shown["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt + tokens]])
+        if images or video is not None:
+            prompt, shown = _with_media(folder, prompt, images, video)
+            kinds = [{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in prompt + tokens]
+            shown["mm_token_type_ids"] = torch.tensor([kinds])
         logits = model(input_ids=torch.tensor([prompt + tokens]), **shown).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
     return likely
+
+
+def _with_media(folder: Path, prompt: list[int], images: Sequence[Any], video: Any) -> tuple[list[int], dict[str, Any]]:
+    """The tokens of a prompt with those of its media, and these as its model takes them."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder)
+    of_token, shown = {IMAGE: list[list[int]](), VIDEO: list[list[int]]()}, dict[str, Any]()
+    if count := prompt.count(IMAGE):
+        shown |= processor.image_processor(images=[*images[:count]], return_tensors="pt")
+        sizes = shown["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2
+        of_token[IMAGE] = [[IMAGE] * size for size in sizes.tolist()]
+    if VIDEO in prompt:
+        frames, about = video
+        given = {"video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
+        found = processor.video_processor(videos=[frames], return_tensors="pt", **given)
+        # Between timestamps.
+        of_token[VIDEO] = [processor.tokenizer.encode(processor.replace_video_token(found, 0))]
+        shown |= {name: found[name] for name in ("pixel_values_videos", "video_grid_thw")}
+    return [each for token in prompt for each in (of_token[token].pop(0) if token in of_token else [token])], shown
 
 
 def random_eagle3(path: Path, target: Path, seed: int = 0) -> Path:
