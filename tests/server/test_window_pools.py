@@ -80,12 +80,14 @@ def test_follow_ups_hit_generated_tokens_and_agree(
     ("family", "flags"),
     [
         ("GptOss", ("--moe-runner-backend", "triton")),
-        # Its sinks are in the layers with windows; keys and values are of different widths.
+        # With sinks in its windows, and keys and values of different widths.
         pytest.param("MiMoV2Flash", (), marks=pytest.mark.long),
+        pytest.param("Laguna", (), marks=pytest.mark.long),
     ],
 )
-def test_sinks_go_with_a_pool_for_windows(serve, tmp_path: Path, family: str, flags: tuple[str, ...]) -> None:
-    """As they are served by default."""
+def test_other_models_agree_as_they_are_served_by_default(
+    serve, tmp_path: Path, family: str, flags: tuple[str, ...]
+) -> None:
     likely = by_transformers(random_windowed(tmp_path, family, WINDOW))
     (prompt,), (output,) = random_prompts(1, [300], 1000), random_prompts(2, [141], 1000)
     with serve(tmp_path, *FLAGS, *flags, config=RESA, env=AT_ONCE) as server:

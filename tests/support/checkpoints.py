@@ -162,6 +162,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Afmoe": {**_EXPERTS, "num_dense_layers": 6, "num_shared_experts": 1},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE["full_attention"]},
     "GraniteSWA": {"layer_rope_theta": [10000.0] * 6, "rope_parameters": _ROPE["full_attention"]},
+    "Laguna": {**_EXPERTS, "shared_expert_intermediate_size": 128},
     # Keys of 48 dimensions, values of 32, and in the layers with windows twice the KV heads.
     "MiMoV2Flash": {
         "head_dim": 48,
