@@ -7,20 +7,20 @@ r"""``python -m eval.lab.bench_goodput``: requests a second that servers answer 
 A stock server, called ``dense``, and those that ``--server`` names run one after the other on this machine, each with
 the KV pool that SGLang gives it. SGLang's own client sends the requests one by one, ``--rates`` a second on average, at
 random times, so that prompts are prefilled while answers are decoded. A prompt has a part that it shares with the
-others of its group, and its own; the length of each is random, evenly between a 64th of half of ``--longest`` and half
-of it, and so is the length of an answer up to ``--output-length``. The same seed gives all servers the same requests
-and times.
+others of its group, and its own; each has a random length from a 128th of ``--longest`` tokens to half of it, and an
+answer one from a 64th of ``--output-length`` to all of it. The same seed gives all servers the same requests and times.
 
-The goodput is what the client calls so: requests a second whose first token came within ``ttft`` milliseconds and whose
-further ones took at most ``tpot`` on average. The summary sets the best goodput of each sparse server beside that of
-the best dense one, of all rates. A run that was interrupted goes on with the rates that its file lacks; ``--only``
-measures some of the servers, where there is no time for all, and there is no summary until all dense ones are measured.
-Requests that ran dense by the server's choice are counted (``dense_rows``), not refused: short ones are a part of the
-load.
+A request is in time if its first token came within ``ttft`` milliseconds and its further ones took at most ``tpot`` on
+average. The goodput of a rate is that rate times the share of its requests in time: unlike the client's own figure,
+which divides by the whole run, it does not count the seconds in which the last answers end. The summary sets the best
+goodput of each sparse server beside that of the best dense one, of all rates, once every server has every rate: a run
+that was interrupted, or measured some of the servers by ``--only``, goes on with what its file lacks. If the dense
+server is best at the highest rate, it may do more, and there is no ratio. Requests that ran dense by the server's
+choice are counted (``dense_rows``), not refused: short ones are a part of the load.
 
-What sparse prefill leaves out of dummy weights says nothing: ``--structured '{}'`` has all servers attend with
-generated inputs, as `eval.lab.bench_serving` does. ``--host-times`` says how long the host is busy in a sparse server's
-hooks (`eval.lab.servers.host_times`), since the server began. Seconds everywhere but in the limits.
+Attention of dummy weights is flat, so ``--structured '{}'`` has all servers attend with generated inputs, as
+`eval.lab.bench_serving` does. ``--host-times`` says how long the host is busy in a sparse server's hooks
+(`eval.lab.servers.host_times`). Rows have seconds; the limits are in milliseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,17 @@ from typing import Any
 from eval.lab.servers import model_shapes
 from eval.lab.servers.generated_inputs import require_made, served
 from eval.lab.servers.goodput import COMMAND, best_rates
-from eval.lab.servers.in_turn import add_servers, ask, asked_servers, check_servers, is_sparse, measure, measured_before
+from eval.lab.servers.in_turn import (
+    add_servers,
+    asked_servers,
+    check_servers,
+    is_sparse,
+    measure,
+    measured_before,
+    run_load,
+)
+from eval.lab.structured.generator import read_recipe
+from eval.lab.structured.prefill import ATTEND, read_given
 from eval.lab.tables.files import measured
 from eval.live.client import command_line, list_of, positive
 from eval.live.counters import EvaluationError
@@ -58,7 +68,7 @@ FIGURES = ("duration", "request_throughput", "output_throughput", "cached_tokens
 FIGURES += tuple(f"{name}_{statistic}" for name in ("ttft", "tpot") for statistic in ("median", "p99"))
 
 
-def limits(text: str) -> dict[str, float]:
+def read_limits(text: str) -> dict[str, float]:
     """Read limits such as ``ttft:20000,tpot:40``, in milliseconds."""
     found = {name: float(value) for name, _, value in (part.partition(":") for part in text.split(","))}
     if not found or not set(found) <= set(METRICS) or min(found.values()) <= 0:
@@ -72,7 +82,7 @@ def internal_states(target: Target) -> list[dict[str, Any]]:
 
 
 def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, target: Target, url: str) -> dict[str, Any]:
-    """Have SGLang's client send the load at a rate.
+    """Have SGLang's client send the load at a rate, and return the row.
 
     Args:
         args: the command line.
@@ -83,9 +93,13 @@ def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, targe
         url: where it is.
 
     Raises:
-        EvaluationError: the client or a request failed.
+        EvaluationError: the client or a request failed, or a plugin of the server was not loaded.
     """
-    require_made(args.structured, internal_states(target))
+    states = internal_states(target)
+    require_made(args.structured, states)
+    timed = args.host_times and target.arm.counted
+    if timed and HOST_TIMES not in states[0]:
+        raise EvaluationError("--host-times: the server does not say them, see its log")
     half = str(args.longest // 2)
     prompts = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", str(args.groups)]
     prompts += ["--gsp-prompts-per-group", str(args.requests // args.groups), "--gsp-range-ratio", str(SHORTEST)]
@@ -93,27 +107,28 @@ def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, targe
     prompts += ["--gsp-output-len", str(args.output_length), "--num-prompts", str(args.requests)]
     prompts += ["--request-rate", str(rate), "--goodput", *(f"{key}:{value:g}" for key, value in args.limits.items())]
     path = scratch / f"{name}-{rate:g}.jsonl"
-    found = ask(client_command(target, url, path, args.seed, *prompts), target, path, args.out.with_suffix(".log"))
+    found = run_load(client_command(target, url, path, args.seed, *prompts), target, path, args.out.with_suffix(".log"))
     row = {"rate": rate, "requests": len(found.items), "sparse": target.arm.counted}
     row |= {"prompt_tokens": sum(item["prompt_tokens"] for item in found.items)}
     row |= {field: found.summary[field] for field in FIGURES}
     row |= {f"within_{key}": share for key, share in found.summary["slo_attainment_by_metric"].items()}
-    row |= {"goodput": found.summary["request_goodput"]} | found.counts()
-    return row | ({HOST_TIMES: internal_states(target)[0][HOST_TIMES]} if args.host_times and row["sparse"] else {})
+    row |= {"goodput": rate * row["slo_attainment"]} | found.counts()
+    return row | ({HOST_TIMES: internal_states(target)[0][HOST_TIMES]} if timed else {})
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every server and write the file.
 
     Returns:
-        The exit status: 1 where a server has no row, or not all of them.
+        The exit status.
 
     Raises:
-        EvaluationError: see the functions that this one calls; or nothing can be compared.
+        EvaluationError: see the functions that this one calls; or a load was not measured.
     """
     servers = asked_servers(args)
     names = ("shape", "model_path", "requests", "groups", "longest", "output_length", "rates", "limits", "server_args")
-    asked = {name: getattr(args, name) for name in (*names, "seed", "structured")} | {"server": dict(args.server)}
+    names += ("seed", "structured", "host_times")
+    asked = {name: getattr(args, name) for name in names} | {"server": dict(args.server)}
     header = {"arguments": asked, "label": args.label, **this_machine()}
     own = ["--context-length", str(args.longest + args.output_length + ROOM)]
     record = Record(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
@@ -122,21 +137,19 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name, record:
         folder, inputs, environment = served(args, Path(name))
         own += inputs + shlex.split(args.server_args)
-        if args.host_times:
-            paths = (str(PLUGIN), environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH"))
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        paths = (str(PLUGIN), environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH"))
+        timed = {"PYTHONPATH": os.pathsep.join(filter(None, paths))} if args.host_times else {}
         for server, flags in servers.items():
             loads = {f"{server}/{rate:g}": partial(drive, args, server, rate, Path(name)) for rate in args.rates}
-            rows += measure(args, COMMAND, server, own + flags, folder, record, loads, environment)
-        known = [DENSE, *(name for name, flags in args.server if not is_sparse(shlex.split(flags)))]
-        if missing := [name for name in known if name not in {row["arm"] for row in rows}]:
-            raise EvaluationError(f"no ratio without the dense server {missing[0]}: measure it, too")
+            variables = environment | (timed if is_sparse(flags) else {})
+            rows += measure(args, COMMAND, server, own + flags, folder, record, loads, variables)
+        loads = [f"{name}/{rate:g}" for name in (DENSE, *dict(args.server)) for rate in args.rates]
+        if missing := [load for load in loads if load not in {row["id"] for row in rows}]:
+            raise EvaluationError(f"no ratio yet, {', '.join(missing)} not measured: run the same command for them")
         summary = best_rates(rows)
-        if not summary:
-            raise EvaluationError("nothing was answered in time by a dense and a sparse server: allow more")
         for row in summary:
             record.add("summary", **row)
-    return int(len(rows) < (1 + len(args.server)) * len(args.rates))
+    return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -148,13 +161,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--longest", type=length, default="128k", help="tokens of the longest prompt")
     parser.add_argument("--output-length", type=length, default="1k", help="tokens of the longest answer")
     parser.add_argument("--rates", type=list_of(float), default=".25,.5,1", help="requests a second, ascending")
-    parser.add_argument("--limits", type=limits, default="ttft:20000,tpot:40", help="in milliseconds, see above")
+    parser.add_argument("--limits", type=read_limits, default="ttft:20000,tpot:40", help="in milliseconds, see above")
     parser.add_argument("--structured", type=json.loads, help="inputs to generate: recipe and seed, {} for its own")
     parser.add_argument("--host-times", action="store_true", help="of the hooks of sparse servers, see above")
     add_servers(parser)
     args = parser.parse_args(arguments)
     args.input_length = args.longest
     check_servers(parser, args)
+    try:
+        given = read_given(args.structured or {})
+        read_recipe(given["recipe"])
+    except ValueError as error:
+        parser.error(f"--structured: {error}")
+    if given["prefill"] != ATTEND:
+        parser.error("--structured: prefill is a part of the load, leave it out")
     if min(args.rates) <= 0 or sorted(set(args.rates)) != args.rates:
         parser.error(f"--rates must be ascending numbers above 0, got {args.rates}")
     if args.requests % args.groups:

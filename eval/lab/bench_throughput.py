@@ -28,7 +28,7 @@ from typing import Any
 
 from eval.bench_serving import named
 from eval.lab.servers import model_shapes
-from eval.lab.servers.in_turn import add_servers, ask, asked_servers, check_servers, measure
+from eval.lab.servers.in_turn import add_servers, asked_servers, check_servers, measure, run_load
 from eval.lab.servers.server_facts import kept
 from eval.lab.servers.throughput import COMMAND, best_batches
 from eval.lab.tables.files import measured
@@ -76,7 +76,7 @@ def drive(args: argparse.Namespace, name: str, batch: int, scratch: Path, target
     path = scratch / f"{name}-{batch}.jsonl"
     asked = argparse.Namespace(base_url=url, seed=args.seed, **sizes)
     command = [*serving_command(target, asked, args.input_length, path), "--warmup-requests", "1"]
-    found = ask(command, target, path, args.out.with_suffix(".log"))
+    found = run_load(command, target, path, args.out.with_suffix(".log"))
     short = [row["completion_tokens"] for row in found.items if row["completion_tokens"] < args.output_length]
     if short:
         raise EvaluationError(f"an answer has {short[0]} tokens, asked for were {args.output_length}")

@@ -39,12 +39,13 @@ from sglang_sparse_kernels.common.launch import to_device
 
 # A threshold at which all keys count.
 ALL_KEYS = 1e9
-CALIBRATE = "python -m sglang_sparse.calibrate --method anchor --model-path MODEL"
+CALIBRATE = "python -m sglang_sparse.calibrate --method anchor --model-path MODEL --out anchor.json"
 
 
 def _has_sinks(model_config: Architecture) -> bool:
     """Whether layers of full attention have attention sinks, which MiMo-V2 may have in its windows alone."""
-    in_full = getattr(model_config.hf_text_config, "add_full_attention_sink_bias", True)
+    config = model_config.hf_text_config
+    in_full = getattr(config, "add_full_attention_sink_bias", not hasattr(config, "add_swa_attention_sink_bias"))
     return bool(getattr(model_config, "has_attention_sinks", False) and in_full)
 
 
@@ -153,7 +154,7 @@ class Anchor(PrefillMethod):
             *said,
             "anchor runs with its usual theta, which nobody chose for this model: it may leave nothing out, and then "
             f"prefill takes longer than dense; {CALIBRATE} "
-            "--out anchor.json finds one for --sparse-prefill-config anchor.json",
+            "finds one for --sparse-prefill-config anchor.json",
         )
 
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:

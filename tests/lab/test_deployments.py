@@ -73,7 +73,8 @@ def test_a_pair_is_started_asked_and_tabulated(tmp_path: Path, monkeypatch: pyte
 def test_runs_on_eight_gpus_are_what_the_benchmark_and_the_servers_take(name: str, gpus: int, tmp_path: Path) -> None:
     args = bench_deployments.parse(eight_gpus.line(name, gpus, tmp_path, "r1"))
     (deployment,) = args.deployments
-    assert args.batch * bench_deployments.ranks(args, deployment) == eight_gpus.REQUESTS
+    requests = eight_gpus.REQUESTS if deployment == "dp" else 4 * gpus
+    assert args.batch * bench_deployments.ranks(args, deployment) == requests
     folder = model_shapes.write(args.shape, tmp_path)
     flags = [*bench_deployments.server_flags(args, deployment, "sparse"), *flags_of(deployment, gpus)]
     kind = {"dsa": "DSA", "robsa": "MLA", "resa": "MHA/GQA"}[name.partition("-")[0]]

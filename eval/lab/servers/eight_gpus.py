@@ -1,12 +1,13 @@
-r"""``python -m eval.lab.servers.eight_gpus``: the recommended launch of models that need eight GPUs, dense and sparse.
+r"""``python -m eval.lab.servers.eight_gpus``: launches as large models have them on eight GPUs, dense and sparse.
 
     python -m eval.lab.servers.eight_gpus --out measured
 
-Each of `RUNS` is a command of `eval.lab.bench_deployments` with all GPUs: 64 prompts of 32k tokens at once, dummy
-weights of a public model's widths, cut to the layers that fit. The dense server of the V3.2 shape runs SGLang's own DSA
-with the same flags; ``same_as_dense`` of the summary says how long answers are the same as its. ``--gpus`` makes the
-same of fewer, ``--only`` some of the runs. The V3.2 shape has the layer that drafts (MTP), which this project's own
-kernels do not run on GPUs: that run is without drafts.
+Each of `RUNS` is a command of `eval.lab.bench_deployments` with all GPUs: 64 prompts of 32k tokens at once, or four a
+GPU of Llama 70B. Weights are dummies of a public model's widths, and all but Llama have a few of its layers.
+
+The dense server of the V3.2 shape runs SGLang's own DSA with the same flags; ``same_as_dense`` of the summary says how
+long answers are the same as its. ``--gpus`` makes the same of fewer, ``--only`` some of the runs. The V3.2 shape has
+the layer that drafts (MTP), which this project's own kernels do not run on GPUs: that run is without drafts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from eval.live.client import command_line, list_of, positive
 
 COMMAND = "eval.lab.servers.eight_gpus"
 REQUESTS = 64
+# Of the model whose layers are all there, for each GPU.
+DENSE_ROWS = 4
 _MTP = "--speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-eagle-topk 1"
 _MTP += " --speculative-num-draft-tokens 2"
 # By name: a deployment, a shape, the sparse server's flags, and flags of both servers; {gpus} is their number.
@@ -48,13 +51,13 @@ def line(name: str, gpus: int, folder: Path, revision: str | None, more: str = "
 
     Args:
         name: of `RUNS`.
-        gpus: how many there are.
+        gpus: how many the servers share.
         folder: where its file goes.
         revision: of the code, None to ask git.
         more: further arguments of all servers.
     """
     deployment, shape, sparse, flags = RUNS[name]
-    batch = REQUESTS // gpus if deployment == "dp" else REQUESTS
+    batch = REQUESTS // gpus if deployment == "dp" else DENSE_ROWS * gpus
     found = ["--shape", shape, "--deployments", deployment, "--gpus", str(gpus), "--batch", str(batch)]
     found += ["--input-length", "32k", "--output-length", "512", "--runs", "2", "--sparse", sparse]
     found += ["--server-args", f"{flags.format(gpus=gpus)} {more}".strip()]

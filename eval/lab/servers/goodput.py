@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
 from eval.scores.pictures import save
 from eval.scores.tables import Column, number, percent, table, text
@@ -24,16 +25,21 @@ def best_rates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     Returns:
         For each sparse server the row of its best rate, with ``peer``, the dense server, ``peer_rate``,
-        ``peer_goodput`` and ``goodput_ratio``; nothing where no dense server answered anything in time.
+        ``peer_goodput`` and ``goodput_ratio``.
+
+    Raises:
+        EvaluationError: the dense servers answered nothing in time, or the best one most at the highest rate.
     """
     best: dict[str, Row] = {}
     for row in rows:
         if row["arm"] not in best or row["goodput"] > best[row["arm"]]["goodput"]:
             best[row["arm"]] = row
     dense = [row for row in best.values() if not row["sparse"]]
-    peer = max(dense, key=lambda row: row["goodput"], default=None)
-    if peer is None or not peer["goodput"]:
-        return []
+    peer = max(dense, key=lambda row: row["goodput"])
+    if not peer["goodput"]:
+        raise EvaluationError("no dense server answered anything in time: allow more time")
+    if peer["rate"] == max(row["rate"] for row in rows):
+        raise EvaluationError(f"{peer['arm']} is best at the highest rate, and may do more: add higher rates")
     beside = {"peer": peer["arm"], "peer_rate": peer["rate"], "peer_goodput": peer["goodput"]}
     return [
         {**row, "id": f"{arm}/{BEST}", "task": BEST, **beside, "goodput_ratio": row["goodput"] / peer["goodput"]}
@@ -53,24 +59,25 @@ def goodput(path: Path) -> str:
 
     def host(part: str) -> Callable[[Row], str]:
         def figure(row: Row) -> str:
-            steps = row.get("host_times", {}).get("decode")
-            return "{:.0f}, of a hundred the slowest {:.0f}".format(*steps[part]) if steps else ""
+            kinds = [kind for kind in row.get("host_times", {}) if kind.startswith("decode")]
+            most = max(kinds, key=lambda kind: int(kind.split()[1]), default=None)
+            return "{:.0f}, p99 {:.0f}".format(*row["host_times"][most][part]) if most else ""
 
         return figure
 
     columns: list[Column] = [
         ("server", text("arm")),
         ("requests a second, sent", number("rate", 2)),
-        ("answered in time", number("goodput", 3)),
+        ("of them in time", number("goodput", 3)),
         ("share in time", percent("slo_attainment")),
         ("first token in time", percent("within_ttft")),
         ("TPOT in time", percent("within_tpot")),
         ("first token, s", number("ttft_median", 2)),
-        ("of a hundred the slowest", number("ttft_p99", 2)),
+        ("p99", number("ttft_p99", 2)),
         ("TPOT, ms", number("tpot_median", 1, 1e3)),
-        ("of a hundred the slowest", number("tpot_p99", 1, 1e3)),
+        ("p99", number("tpot_p99", 1, 1e3)),
         ("rows that ran dense", percent("dense_rows")),
-        ("host in hooks, µs a decode step", host("all")),
+        ("host in hooks, µs a step of most rows", host("all")),
         ("of it planning", host("planning")),
         ("best, times the best dense server's", ratio),
     ]
@@ -96,7 +103,7 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
         line = sorted((row for row in items if row["arm"] == arm), key=lambda row: row["rate"])
         axes.plot([row["rate"] for row in line], [row["goodput"] for row in line], marker="o", label=arm)
     axes.axline((0, 0), slope=1, color="grey", linestyle=":", label="all in time")
-    axes.set(xlabel="requests a second, sent", ylabel="requests a second, answered in time", xlim=0, ylim=0)
+    axes.set(xlabel="requests a second, sent", ylabel="requests a second, of them in time", xlim=0, ylim=0)
     axes.grid(alpha=0.3)
     axes.legend()
     return save(figure, stem)

@@ -22,11 +22,11 @@ from eval.serving.grid import DENSE
 from eval.tasks.judge_commands import Target, reach, run_judge, serving_rows
 from launch.server import ServerProcess
 
-GOODPUT = ("request_goodput", "slo_attainment", "slo_attainment_by_metric")
+GOODPUT = ("slo_attainment", "slo_attainment_by_metric")
 SERVED = ("attention_backend", "page_size", "max_total_num_tokens")
 
 Row = Mapping[str, Any]
-# What asks a server for a load, given what it says of itself and where it is.
+# What asks a server for a load, given what it says of itself and its address; returns fields of its row, in seconds.
 Drive = Callable[[Target, str], dict[str, Any]]
 
 
@@ -67,12 +67,12 @@ def is_sparse(flags: list[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Answered:
+class LoadResult:
     """What became of a load.
 
     Attributes:
         items: the requests, as `serving_rows` has them.
-        summary: of all, likewise; and the client's goodput, where it was asked for.
+        summary: of all, likewise; and the client's shares in time, where asked for.
         before: what a sparse server counted until then, empty of a dense one.
         after: the same, behind it.
     """
@@ -90,7 +90,7 @@ class Answered:
         return read_shares(counts) | {"counters": counts}
 
 
-def ask(command: list[str], target: Target, path: Path, log: Path) -> Answered:
+def run_load(command: list[str], target: Target, path: Path, log: Path) -> LoadResult:
     """Have SGLang's client run a command.
 
     Args:
@@ -102,7 +102,7 @@ def ask(command: list[str], target: Target, path: Path, log: Path) -> Answered:
     Raises:
         EvaluationError: the client or a request failed.
     """
-    counters = target.arm.server.counters if target.arm.counted else dict[str, Any]
+    counters = target.arm.server.counters if target.arm.counted else dict
     before = counters()
     run_judge(command, path.parent, log)
     result = json.loads(path.read_text())
@@ -110,7 +110,7 @@ def ask(command: list[str], target: Target, path: Path, log: Path) -> Answered:
     failed = [row["failed"] for row in items if "failed" in row]
     if failed:
         raise EvaluationError(f"{len(failed)} of {len(items)} requests failed, the first: {failed[0]}")
-    return Answered(items, summary | {name: result[name] for name in GOODPUT if name in result}, before, counters())
+    return LoadResult(items, summary | {name: result[name] for name in GOODPUT if name in result}, before, counters())
 
 
 def measured_before(record: Record, name: str) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class Captured:
         key: ``[tokens, kv_heads, head_dim]`` of all positions.
         value: ``[tokens, kv_heads, value_dim]``.
         scaling: factor of q·k.
-        sinks: ``[q_heads]``, the logits of attention sinks in natural units, or None.
+        sinks: ``[q_heads]`` in the model's dtype, the logits of attention sinks in natural units, or None.
     """
 
     layer: int
@@ -300,14 +300,15 @@ def _with_first_key(
     """Put a key before all others that adds to denominators alone, and a query, which causal kernels need with it.
 
     Args:
-        query: ``[1, q_heads, tokens, head_dim]``, which becomes wider by one, as that of the keys.
+        query: ``[1, q_heads, tokens, head_dim]``, which becomes wider by eight, as that of the keys: kernels that do
+            not write out all scores want multiples of that.
         key: ``[1, kv_heads, tokens, head_dim]``.
         value: ``[1, kv_heads, tokens, value_dim]``; that of the first key is 0.
         mask: ``[1, 1, tokens, tokens]`` bool, true where a query sees a key, or None for causal.
         products: ``[q_heads]``, the first key's q·k with each query of a head.
     """
     pad = torch.nn.functional.pad
-    own = products.to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
-    query, key, value = (pad(part, (0, 0, 1, 0)) for part in (torch.cat([query, own], -1), pad(key, (0, 1)), value))
-    key[:, :, 0, -1] = 1
+    own = pad(products.to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1), (0, 7))
+    query, key, value = (pad(part, (0, 0, 1, 0)) for part in (torch.cat([query, own], -1), pad(key, (0, 8)), value))
+    key[:, :, 0, -8] = 1
     return query, key, value, None if mask is None else pad(mask, (1, 0, 1, 0), value=True)
