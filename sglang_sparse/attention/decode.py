@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse.attention.protocols import KVPool, RadixAttention
-from sglang_sparse.methods.aux_buffers import page_ends
+from sglang_sparse.methods.aux_buffers import newest_ends, page_ends
 from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
@@ -90,7 +90,8 @@ class DecodePath:
             for layer in self._k_caches:
                 self._kv_pool.get_key_buffer(layer)
             for size, arrived in self.ends(expected).items():
-                found[size] = torch.cat([found[size], arrived])
+                # A pass over a request whose KV has arrived may end within a page of it, or behind it in one.
+                found[size] = newest_ends(torch.cat([found[size], arrived]), size)
         return found
 
     def attend(

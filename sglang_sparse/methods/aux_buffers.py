@@ -173,3 +173,18 @@ def page_ends(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     successors[-1:] = -1
     is_end = (successors != slots + 1) | (slots % page_size == page_size - 1)
     return torch.where(is_end & (slots >= page_size), slots, -1)
+
+
+def newest_ends(ends: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Keep the last end of each page: kernels refresh a page twice in any order where it has two ends.
+
+    Args:
+        ends: ``[n]`` int64, what several calls of ``page_ends`` found.
+        page_size: see ``page_ends``.
+
+    Returns:
+        ``[n]`` int64, the last slot of each page once, and -1.
+    """
+    ordered = ends.sort().values
+    repeated = ordered[:-1] // page_size == ordered[1:] // page_size
+    return torch.cat([torch.where(repeated, -1, ordered[:-1]), ordered[-1:]])

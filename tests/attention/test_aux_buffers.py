@@ -47,6 +47,13 @@ def test_slots_of_the_dummy_page_are_skipped() -> None:
     assert aux_buffers.page_ends(slots, 16).tolist() == [-1, 33, -1, -1, -1]
 
 
+def test_a_page_that_two_passes_reach_ends_where_the_later_one_does() -> None:
+    """A page that arrived with two tokens and goes on, and one that goes on behind what a pass encodes again."""
+    arrived, written = torch.tensor([-1, 33, 63, 70]), torch.tensor([34, 63, -1, 66])
+    ends = aux_buffers.newest_ends(torch.cat([arrived, written]), 16)
+    assert sorted(ends.tolist()) == [-1, -1, -1, -1, -1, 34, 63, 70]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected", "of_float8"),
     [
