@@ -231,7 +231,7 @@ HOOKS = (
         "self, req, *, up_to, **kwargs",
         "AROUND",
         "scheduler.prefill_chunks:cache_whole_groups",
-        "sparse prefill: insert only complete groups into the radix tree",
+        "insert only exact KV into the radix tree before a request ends; sparse prefill: only complete groups",
     ),
     Hook(
         "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent._select_finished_checkpoint",

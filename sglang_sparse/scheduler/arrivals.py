@@ -22,7 +22,7 @@ import torch
 from sglang_sparse.attention.protocols import Req, ScheduleBatch
 from sglang_sparse.config.settings import current_settings
 from sglang_sparse.scheduler.request_fields import pool_row, prefix_len
-from sglang_sparse.scheduler.request_state import RequestState
+from sglang_sparse.scheduler.request_state import RequestState, state_of
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
@@ -49,6 +49,10 @@ def note_transferred(_: None, batch: ScheduleBatch) -> None:
     if current_settings() is not None:
         for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
             setattr(request, ATTRIBUTE, (0, length))
+            state = state_of(request)
+            if state is not None and state.shareable_len is not None:
+                # With overlap scheduling, a step had written one token more when SGLang gave the request up.
+                state.shareable_len = min(state.shareable_len, length)
 
 
 def expected(request: Req) -> bool:

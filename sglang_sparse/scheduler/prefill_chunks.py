@@ -204,8 +204,11 @@ def _mixed_rows(adder: PrefillAdder) -> int:
 def cache_whole_groups(
     original: Callable[..., None], tree: RadixTree, request: Req, *, up_to: int, **kwargs: object
 ) -> None:
-    """Around ``UnifiedRadixCache.checkpoint``: insert whole groups; the rest stays the request's own."""
-    method = sharing_method(request)
+    """Around ``UnifiedRadixCache.checkpoint``: insert exact KV, by whole groups; the rest stays the request's own."""
+    method, state = sharing_method(request), state_of(request)
+    if state is not None and state.shareable_len is not None:
+        # What a decode server took back of a retracted request has an approximate tail.
+        up_to = min(up_to, state.shareable_len)
     limit = up_to if method is None else min(up_to, share_limit(request, method))
     # A key of pairs takes a token more than it has positions.
     pairs = method is not None and tree.tree_core.is_eagle

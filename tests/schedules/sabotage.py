@@ -17,7 +17,8 @@ from sglang_sparse.scheduler.speculation import worker
 
 
 def let_approximate_kv_in(engine: Engine) -> None:
-    """Take the radix guard away: a finished request inserts all it committed."""
+    """Take the radix guards away: a finished request inserts all it committed."""
+    prefill_chunks.state_of = lambda request: None
     Req.owned_kv_len = lambda self: self.kv.kv_committed_len
 
 
