@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.attention.protocols import KVPool, ModelConfig, ModelRunner, RadixTree, Scheduler
+from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import adapter_of_namespace, prefill_of_namespace
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
@@ -116,7 +117,9 @@ def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeRepo
         sums = checksums(runner.token_to_kv_pool, [*hashes])
         identities = {page: (found, sums[place]) for place, (page, found) in enumerate(hashes.items())}
         unproven = {page for page, identity in identities.items() if memory.proven.get(page) != identity}
-        _require_fresh_summaries(runner.token_to_kv_pool, sorted(unproven))
+        if arguments.of(runner.server_args).disaggregation_mode != "decode":
+            # On the decode server of a pair, a request's first step summarises its whole prefix: see `arrivals`.
+            _require_fresh_summaries(runner.token_to_kv_pool, sorted(unproven))
         checked, worst, adapters = 0, 0.0, runner.lora_manager
         behind_images: set[int] = set()
         for whole in paths:

@@ -53,7 +53,7 @@ class Model:
             get_value_buffer=self.values.__getitem__,
         )
         setattr(self.token_to_kv_pool, memory.ATTRIBUTE, aux)
-        self.server_args = SimpleNamespace(sparse_method=None)
+        self.server_args = SimpleNamespace(sparse_method=None, disaggregation_mode="null")
         self.attn_backend = SimpleNamespace(prefill=None)
         self.lora_manager: Any = None
         self.model_config = SimpleNamespace(is_multimodal=False, model_is_mrope=False, vocab_size=VOCABULARY)
@@ -266,6 +266,9 @@ def test_a_wrong_summary_is_found(scheduler) -> None:
     aux.buffer("summary", 1)[page, 0, 0, 3] += 1
     with pytest.raises(InexactTreeError, match=f"summaries of 1 pages of the radix tree, page {page}"):
         check_tree(scheduler)
+    # On the decode server of a pair, who reads the page summarises it first.
+    scheduler.tp_worker.model_runner.server_args.disaggregation_mode = "decode"
+    assert check_tree(scheduler).pages_checked == 1
 
 
 @pytest.mark.parametrize(
