@@ -62,6 +62,7 @@ class Block:
             "apart": "on" if options.apart else "off",
             "core": options.core,
             "host": options.host,
+            "pair": "on" if options.pair else "off",
             "drafts": options.drafts,
             "steps": self.steps,
             "first-seed": seed,
@@ -126,7 +127,8 @@ def _work(block: Block, model: Path, sender: Any) -> None:
             twin.dismiss()
         sender.send((_row(block, block.last, [_failure(block, block.first, error)]), None))
         return
-    logging.disable(logging.WARNING)
+    # A transfer that is aborted is an error to SGLang.
+    logging.disable(logging.ERROR if block.options.pair else logging.WARNING)
     if block.sabotage:
         SABOTAGES[block.sabotage](engine)
     total, failures, left = Counts(), [], None

@@ -32,6 +32,15 @@ def holders(scheduler: Any) -> list[Any]:
     return [request for request in found.values() if pool_row(request) is not None]
 
 
+def waiting(scheduler: Any) -> list[Any]:
+    """The requests that wait. Those of a decode server may hold KV already, that arrives or that they took back."""
+    found = [*scheduler.waiting_queue]
+    if (before := scheduler.disagg_decode_prealloc_queue) is not None:
+        handed = (*before.queue, *scheduler.disagg_decode_transfer_queue.queue)
+        found += [*(each.req for each in handed), *before.retracted_queue]
+    return found
+
+
 def row_of(engine: Engine, request: Any, end: int) -> torch.Tensor:
     """The slots ``[end]`` int64 of a request's first tokens."""
     return engine.scheduler.req_to_token_pool.req_to_token[pool_row(request), :end].to(torch.int64)
@@ -41,7 +50,7 @@ def check_ownership(engine: Engine) -> None:
     """Every page has exactly one owner: the free list, the tree, or one request; and no request slot is lost."""
     scheduler, size = engine.scheduler, engine.options.page_size
     allocator = scheduler.token_to_kv_pool_allocator
-    requests = holders(scheduler)
+    requests = holders(scheduler) + [each for each in waiting(scheduler) if pool_row(each) is not None]
     # Neither core's nodes are walked: each says by itself which slots it holds.
     tree = scheduler.tree_cache.all_values_flatten()[::size] // size
     in_tree = set(tree.tolist())
@@ -62,8 +71,10 @@ def check_ownership(engine: Engine) -> None:
         lost, doubled = ((counts == 0).nonzero() + 1).flatten(), ((counts > 1).nonzero() + 1).flatten()
         raise LostPageError(f"pages {lost.tolist()} have no owner, pages {doubled.tolist()} several")
     rows = scheduler.req_to_token_pool
-    if len(rows.free_slots) + len(requests) != rows.size:
-        raise LostPageError(f"{rows.size} request slots: {len(rows.free_slots)} free, {len(requests)} in use")
+    # The first is for padding.
+    size = len(rows.req_to_token) - 1
+    if len(rows.free_slots) + len(requests) != size:
+        raise LostPageError(f"{size} request slots: {len(rows.free_slots)} free, {len(requests)} in use")
 
 
 def is_compacted(request: Any) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pairs
 from checkpoints import random_eagle3, random_qwen3
 from compaction import Compactions
 from sglang.srt.arg_groups import speculative_hook
@@ -53,6 +54,7 @@ class EngineOptions:
         core: the core of SGLang's radix tree.
         drafts: tokens that the sparse method drafts a round, for a dense pass to verify; 0 for none.
         host: tokens of the host memory behind the KV pool, in sizes of that; 0 for none.
+        pair: it is the decode server of a pair, to which the KV of prompts comes from elsewhere.
         drafter: an algorithm of SGLang that drafts instead, with a random drafter. Without a decode method its
             verifications are dense.
     """
@@ -71,6 +73,7 @@ class EngineOptions:
     drafts: int = 0
     drafter: str | None = None
     host: int = 0
+    pair: bool = False
 
     @property
     def pages(self) -> int:
@@ -218,6 +221,7 @@ class Engine:
             random_seed=1,
             **options.prefill_flags,
             **options.draft_flags(model),
+            **(pairs.flags(options.radix) if options.pair else {}),
         )
         if options.drafter:
             # As on a GPU: SGLang would not overlap rounds of its own drafters, and keep the lengths on the host.
@@ -227,6 +231,8 @@ class Engine:
         args.resolve_once()
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args))
+        if options.pair:
+            pairs.deliver(self.scheduler)
         self.compaction = Compactions.of(self.runner)
         self.divided = 0
         self.evicted_tokens = 0
@@ -292,7 +298,9 @@ class Engine:
             self.scheduler.run_event_loop()
 
 
-def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool) -> TokenizedGenerateReqInput:
+def request(
+    rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool, **more: Any
+) -> TokenizedGenerateReqInput:
     """A tokenized request as the tokenizer process would send it."""
     params = SamplingParams(**sampling)
     params.normalize(None)
@@ -309,6 +317,7 @@ def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
+        **more,
     )
 
 

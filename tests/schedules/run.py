@@ -18,7 +18,15 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from variants import COMPACT_VARIANTS, DRAFT_VARIANTS, DRAFTER_VARIANTS, FAMILIES, HOST_VARIANTS, MIXED_VARIANTS
+from variants import (
+    COMPACT_VARIANTS,
+    DRAFT_VARIANTS,
+    DRAFTER_VARIANTS,
+    FAMILIES,
+    HOST_VARIANTS,
+    MIXED_VARIANTS,
+    PAIR_VARIANTS,
+)
 
 if TYPE_CHECKING:
     from blocks import Block
@@ -54,6 +62,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--apart", choices=["on", "off"], default="off", help="rectify each row in a pass of its own")
     parser.add_argument("--core", choices=["both", "rust", "python"], default="both", help="both: blocks take turns")
     parser.add_argument("--host", type=int, default=0, help="sizes of the KV pool that host memory has")
+    parser.add_argument("--pair", choices=["on", "off"], default="off", help="prompts are prefilled elsewhere")
     parser.add_argument("--drafts", type=int, default=0, help="a round of lossless decoding")
     parser.add_argument("--drafter", choices=["STANDALONE", "EAGLE3"], help="SGLang's, with sparse prefill alone")
     parser.add_argument("--vary", choices=FAMILIES, help="blocks take turns with these variants of the above")
@@ -61,7 +70,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--sabotage",
         choices=[
             *("guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"),
-            *("copies", "insert", "dense", "unseen", "drafts", "pairs", "arrivals"),
+            *("copies", "insert", "dense", "unseen", "drafts", "pairs", "arrivals", "transfers"),
         ],
         help="break the product, to see it caught",
     )
@@ -169,7 +178,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         # Each core gets every variant, and both kinds of overlap.
         core = ("rust", "python")[number // (len(variants) or 2) % 2] if args.core == "both" else args.core
         options = replace(options, radix=args.radix == "on", apart=args.apart == "on", core=core, drafts=args.drafts)
-        options = replace(options, drafter=args.drafter, host=args.host)
+        options = replace(options, drafter=args.drafter, host=args.host, pair=args.pair == "on")
         if variants:
             options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
@@ -197,6 +206,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
             options = replace(options, **COMPACT_VARIANTS[1 if name == "dense" else 0])
         if name == "arrivals":
             options = replace(options, **HOST_VARIANTS[0])
+        if name == "transfers":
+            options = replace(options, **PAIR_VARIANTS[0])
         if name == "drafts":
             options = replace(options, **DRAFT_VARIANTS[0])
         # The first schedule in which a prompt parts right behind a group that another one holds.

@@ -163,6 +163,11 @@ def forget_arrivals(engine: Engine) -> None:
     arrivals.begin = lambda *_: None
 
 
+def forget_transfers(engine: Engine) -> None:
+    """Leave the summaries of pages that another server sent as they were."""
+    engine.runner.attn_backend.decoding.expect = lambda *_: None
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
@@ -180,4 +185,5 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "drafts": believe_drafts,
     "dense": let_compacted_rows_run_dense,
     "arrivals": forget_arrivals,
+    "transfers": forget_transfers,
 }

@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pairs
 import torch
-from checks import BrokenInvariantError, LostPageError, check_running_kv, check_step, check_tree, holders
+from checks import BrokenInvariantError, LostPageError, check_running_kv, check_step, check_tree, holders, waiting
 from engine import CONTEXT, GROUP, VOCABULARY, Engine, StopLoop, force_retraction, request
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -196,7 +197,7 @@ class Schedule:
         if self._rng.random() < RECOMPUTE_RUNNING:
             self.counts.worst_difference = max(self.counts.worst_difference, check_running_kv(self.engine))
         forced = self._retract
-        for held in (*holders(self.engine.scheduler), *self.engine.scheduler.waiting_queue):
+        for held in (*holders(self.engine.scheduler), *waiting(self.engine.scheduler)):
             seen = self._retracted.get(held.rid, 0)
             if held.retraction_count > seen:
                 self.counts.retractions += held.retraction_count - seen
@@ -248,7 +249,8 @@ class Schedule:
         self._sampling[rid] = sampling
         # SGLang mixes no batch that returns them.
         compared = self.engine.options.compared and not self.engine.options.mixed
-        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15 or compared)
+        fields = pairs.FIELDS if self.engine.options.pair else {}
+        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15 or compared, **fields)
 
     def _prompt(self) -> list[int]:
         rng = self._rng
@@ -290,7 +292,7 @@ class Schedule:
 
     def _abort(self) -> list[Any]:
         scheduler = self.engine.scheduler
-        candidates = [held.rid for held in (*holders(scheduler), *scheduler.waiting_queue) if not held.finished()]
+        candidates = [held.rid for held in (*holders(scheduler), *waiting(scheduler)) if not held.finished()]
         if not candidates:
             return []
         self.counts.aborts += 1

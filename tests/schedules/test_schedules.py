@@ -71,6 +71,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("dense", "mismatch"),
         ("drafts", "mismatch"),
         ("arrivals", "mismatch"),
+        ("transfers", "mismatch"),
     ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
@@ -147,6 +148,25 @@ def assert_returned(rows: list[dict[str, Any]], schedules: int) -> None:
 def test_prompts_return_from_host_memory_as_they_were(tmp_path) -> None:
     flags = ["--schedules", "36", "--block", "6", "--steps", "6", "--vary", "host", "--workers", str(WORKERS)]
     assert_returned(run(tmp_path / "rows.jsonl", *flags), 36)
+
+
+def assert_transferred(rows: list[dict[str, Any]], schedules: int) -> None:
+    """The schedules passed, with prompts of elsewhere, prefixes of this server, and requests that were taken back."""
+    names = ["arrived_pages", "retractions", "full_pools", "evictions", "made_room", "aborts"]
+    names += ["cached_tokens", "rectified_tokens", "finish_tokens"]
+    assert_passed(rows[-1], schedules, names)
+
+
+def test_prompts_that_another_server_prefilled_are_as_a_cold_run_has_them(tmp_path) -> None:
+    flags = ["--schedules", "20", "--block", "4", "--steps", "8", "--vary", "pairs", "--workers", str(WORKERS)]
+    assert_transferred(run(tmp_path / "rows.jsonl", *flags), 20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_two_thousand_schedules_of_a_decode_server(tmp_path) -> None:
+    flags = ["--schedules", "2000", "--block", "50", "--vary", "pairs", "--workers", str(len(os.sched_getaffinity(0)))]
+    assert_transferred(run(tmp_path / "soak.jsonl", *flags), 2000)
 
 
 @pytest.mark.soak

@@ -142,6 +142,15 @@ HOST_VARIANTS: tuple[dict[str, Any], ...] = (
     {**HOST, "method": "rocketkv", "overlap": True, "page_size": 8, "config": {"rectify_interval": 3}},
     {**HOST, "overlap": True, "config": {"rectify_interval": 0}, "drafts": 3},
 )
+# The decode server of a pair, without and with a prefix cache, which holds exact KV of what arrived and was decoded.
+PAIR: dict[str, Any] = {"pair": True, "slots": 160}
+PAIR_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**PAIR, "overlap": True, "config": {"rectify_interval": 4}},
+    {**PAIR, "overlap": False, "radix": False, "page_size": 8, "config": {"rectify_interval": 3}},
+    {**PAIR, "overlap": False, "page_size": 1, "config": {**CROSSING, "rectify_on_finish": True}},
+    {**PAIR, "overlap": True, "radix": False, "method": "rocketkv", "slots": 240, "config": {"rectify_interval": 4}},
+    {**PAIR, "overlap": True, "radix": False, "slots": 480, "config": {"rectify_interval": 5}, "prefill": {}},
+)
 # What ``all`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
@@ -170,4 +179,5 @@ FAMILIES = {
     "drafters": DRAFTER_VARIANTS,
     "verifiers": VERIFIER_VARIANTS,
     "host": HOST_VARIANTS,
+    "pairs": PAIR_VARIANTS,
 }
