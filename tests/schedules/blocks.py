@@ -63,6 +63,7 @@ class Block:
             "core": options.core,
             "host": options.host,
             "pair": "on" if options.pair else "off",
+            "sessions": "on" if options.sessions else "off",
             "drafts": options.drafts,
             "steps": self.steps,
             "first-seed": seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sessions
 import torch
 from engine import Engine
 
@@ -50,7 +51,9 @@ def check_ownership(engine: Engine) -> None:
     """Every page has exactly one owner: the free list, the tree, or one request; and no request slot is lost."""
     scheduler, size = engine.scheduler, engine.options.page_size
     allocator = scheduler.token_to_kv_pool_allocator
-    requests = holders(scheduler) + [each for each in waiting(scheduler) if pool_row(each) is not None]
+    owners = (*holders(scheduler), *waiting(scheduler), *sessions.kept(scheduler))
+    # A session's turn has the session's record.
+    requests = {id(each.kv): each for each in reversed(owners) if pool_row(each) is not None}.values()
     # Neither core's nodes are walked: each says by itself which slots it holds.
     tree = scheduler.tree_cache.all_values_flatten()[::size] // size
     in_tree = set(tree.tolist())
@@ -87,8 +90,12 @@ def check_summaries(engine: Engine) -> None:
     """The summaries of every page that a request wrote are those of the page's keys."""
     size = engine.options.page_size
     ends = []
-    for request in holders(engine.scheduler):
+    kept = sessions.kept(engine.scheduler)
+    for request in (*holders(engine.scheduler), *kept):
         row = row_of(engine, request, committed_len(request))
+        if request in kept:
+            # The next turn writes the rest of its last page, and the page's summary with it.
+            row = row[: len(row) // size * size]
         if is_compacted(request):
             # Its first page may begin with blocks that nobody uses.
             row = row[protected_len(request) + size :]
@@ -140,6 +147,14 @@ def check_running_kv(engine: Engine) -> float:
         run = state.options.prefill, len(request.origin_input_ids)
         found = compare_with_recomputed(engine.runner, tokens, row_of(engine, request, end), compared, prefill=run)
         worst = max(worst, found)
+    running = {id(request.kv) for request in holders(engine.scheduler)}
+    for session in sessions.kept(engine.scheduler):
+        if id(session.kv) not in running:
+            end = committed_len(session)
+            found = compare_with_recomputed(
+                engine.runner, session.tokens[:end], row_of(engine, session, end), torch.arange(end)
+            )
+            worst = max(worst, found)
     return worst
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pairs
+import sessions
 from checkpoints import random_eagle3, random_qwen3
 from compaction import Compactions
 from sglang.srt.arg_groups import speculative_hook
@@ -55,6 +56,7 @@ class EngineOptions:
         drafts: tokens that the sparse method drafts a round, for a dense pass to verify; 0 for none.
         host: tokens of the host memory behind the KV pool, in sizes of that; 0 for none.
         pair: it is the decode server of a pair, to which the KV of prompts comes from elsewhere.
+        sessions: some requests are turns of streaming sessions.
         drafter: an algorithm of SGLang that drafts instead, with a random drafter. Without a decode method its
             verifications are dense.
     """
@@ -74,6 +76,7 @@ class EngineOptions:
     drafter: str | None = None
     host: int = 0
     pair: bool = False
+    sessions: bool = False
 
     @property
     def pages(self) -> int:
@@ -135,6 +138,9 @@ class EngineOptions:
         """
         if self.drafts:
             return self.drafter is None or self.method is None
+        if self.sessions:
+            # What a turn keeps does not show in its answer; when a row is rectified does.
+            return not self.rectifies and self.config.get("dense_fallback", "never") == "never"
         return self.config.get("eviction") == "compact" and self.config.get("dense_fallback", "never") == "never"
 
     @property
@@ -144,7 +150,9 @@ class EngineOptions:
 
     @property
     def reserved(self) -> int:
-        """Tokens that SGLang allocates beyond a request's own: two rounds of drafts, in whole pages."""
+        """Tokens that others have: sessions, and what SGLang allocates for two rounds of drafts, in whole pages."""
+        if self.sessions:
+            return sessions.MOST * (sessions.LONGEST + self.page_size)
         return 2 * (self.drafts + 1) + self.page_size if self.drafts else 0
 
     @property
@@ -209,6 +217,7 @@ class Engine:
             chunked_prefill_size=options.chunk,
             disable_overlap_schedule=not options.overlap,
             enable_mixed_chunk=options.mixed,
+            enable_streaming_session=options.sessions,
             disable_radix_cache=not options.radix,
             enable_hierarchical_cache=options.host > 0,
             hicache_ratio=options.host or 2.0,

@@ -26,6 +26,7 @@ from variants import (
     HOST_VARIANTS,
     MIXED_VARIANTS,
     PAIR_VARIANTS,
+    SESSION_VARIANTS,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--core", choices=["both", "rust", "python"], default="both", help="both: blocks take turns")
     parser.add_argument("--host", type=int, default=0, help="sizes of the KV pool that host memory has")
     parser.add_argument("--pair", choices=["on", "off"], default="off", help="prompts are prefilled elsewhere")
+    parser.add_argument("--sessions", choices=["on", "off"], default="off", help="some requests are turns")
     parser.add_argument("--drafts", type=int, default=0, help="a round of lossless decoding")
     parser.add_argument("--drafter", choices=["STANDALONE", "EAGLE3"], help="SGLang's, with sparse prefill alone")
     parser.add_argument("--vary", choices=FAMILIES, help="blocks take turns with these variants of the above")
@@ -70,7 +72,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--sabotage",
         choices=[
             *("guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"),
-            *("copies", "insert", "dense", "unseen", "drafts", "pairs", "arrivals", "transfers"),
+            *("copies", "insert", "dense", "unseen", "drafts", "pairs", "arrivals", "transfers", "turns"),
         ],
         help="break the product, to see it caught",
     )
@@ -178,7 +180,9 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         # Each core gets every variant, and both kinds of overlap.
         core = ("rust", "python")[number // (len(variants) or 2) % 2] if args.core == "both" else args.core
         options = replace(options, radix=args.radix == "on", apart=args.apart == "on", core=core, drafts=args.drafts)
-        options = replace(options, drafter=args.drafter, host=args.host, pair=args.pair == "on")
+        options = replace(
+            options, drafter=args.drafter, host=args.host, pair=args.pair == "on", sessions=args.sessions == "on"
+        )
         if variants:
             options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
@@ -206,6 +210,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
             options = replace(options, **COMPACT_VARIANTS[1 if name == "dense" else 0])
         if name == "arrivals":
             options = replace(options, **HOST_VARIANTS[0])
+        if name == "turns":
+            options = replace(options, **SESSION_VARIANTS[0])
         if name == "transfers":
             options = replace(options, **PAIR_VARIANTS[0])
         if name == "drafts":

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_sparse.attention import memory
 from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
-from sglang_sparse.scheduler import arrivals, exact_kv, prefill_chunks, prefix_keys, rectification
+from sglang_sparse.scheduler import arrivals, exact_kv, prefill_chunks, prefix_keys, rectification, sessions
 from sglang_sparse.scheduler.speculation import worker
 
 
@@ -168,6 +168,11 @@ def forget_transfers(engine: Engine) -> None:
     engine.runner.attn_backend.decoding.expect = lambda *_: None
 
 
+def keep_approximate_turns(engine: Engine) -> None:
+    """Let a session keep all that a turn has committed."""
+    sessions.state_of = lambda _: None
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
@@ -186,4 +191,5 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "dense": let_compacted_rows_run_dense,
     "arrivals": forget_arrivals,
     "transfers": forget_transfers,
+    "turns": keep_approximate_turns,
 }

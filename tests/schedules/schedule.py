@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pairs
+import sessions
 import torch
 from checks import BrokenInvariantError, LostPageError, check_running_kv, check_step, check_tree, holders, waiting
 from engine import CONTEXT, GROUP, VOCABULARY, Engine, StopLoop, force_retraction, request
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
+from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, FlushCacheReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from twin import Answer
 
@@ -18,6 +19,8 @@ from sglang_sparse.debug import tree_check
 
 DRAIN_LIMIT = 1500
 RECOMPUTE_RUNNING = 0.05
+# What a session keeps is in no tree, which is checked after every step.
+RECOMPUTE_SESSIONS = 0.3
 PROVE_AGAIN = 0.1
 COMMANDS = {"admit": 45, "nothing": 20, "abort": 8, "retract": 15, "evict": 12}
 # While a round comes to its end: what may still happen to requests in the middle of decoding.
@@ -30,7 +33,7 @@ class Counts:
 
     ``full_pools`` counts the retractions that were not forced, ``evictions`` the tokens that were evicted by command,
     ``made_room`` those that SGLang evicted by itself, and ``prompts_evicted`` the prompts of which the tree evicted
-    something while a request ran that had let go of them.
+    something while a request ran that had let go of them. ``turns`` counts those behind another turn.
     """
 
     iterations: int = 0
@@ -50,6 +53,7 @@ class Counts:
     compact_waits: int = 0
     prompts_evicted: int = 0
     arrived_pages: int = 0
+    turns: int = 0
     answers_compared: int = 0
     tokens_compared: int = 0
     skipped: int = 0
@@ -91,6 +95,9 @@ class Schedule:
         if engine.options.skips:
             # Blocks between the first and the newest ones; a prompt that is short leaves room for retractions.
             self._longest_prompt = 20 if self._decode_heavy else CONTEXT - 80
+        # The latest turn of each session, and the sessions that this iteration closes.
+        self._turns: dict[str, str] = {}
+        self._closed: set[str] = set()
         self._rounds = [self._rng.randint(max(1, steps // 2), steps) for _ in range(self._rng.choice([1, 1, 2]))]
         self._steps_left = self._rounds.pop()
         self._drained = 0
@@ -169,6 +176,7 @@ class Schedule:
         """Called by the event loop where it would read its sockets."""
         self.counts.iterations += 1
         self._check()
+        self._closed.clear()
         if self._steps_left:
             self._steps_left -= 1
             return self._command(COMMANDS)
@@ -181,6 +189,11 @@ class Schedule:
         self._idled = not self._idled
         if self._idled:
             return []
+        if closing := sessions.close_all(self.engine.scheduler):
+            if self._rng.random() >= sessions.GOES_ON:
+                return closing
+            # Most turns end after the last command.
+            return [*self._admit(), *self._admit()]
         if self._rounds:
             self._steps_left = self._rounds.pop()
             flush = self._rng.random() < 0.2
@@ -194,7 +207,7 @@ class Schedule:
         last = self.engine.scheduler.last_batch
         if last is not None and last.forward_mode.is_mixed():
             self.counts.mixed_rows += len(last.decoding_reqs)
-        if self._rng.random() < RECOMPUTE_RUNNING:
+        if self._rng.random() < (RECOMPUTE_SESSIONS if self.engine.options.sessions else RECOMPUTE_RUNNING):
             self.counts.worst_difference = max(self.counts.worst_difference, check_running_kv(self.engine))
         forced = self._retract
         for held in (*holders(self.engine.scheduler), *waiting(self.engine.scheduler)):
@@ -217,7 +230,8 @@ class Schedule:
     def _command(self, weights: dict[str, int]) -> list[Any]:
         (kind,) = self._rng.choices([*weights], [*weights.values()])
         if kind == "admit" or not self._prompts:
-            return [self._admit() for _ in range(self._rng.choice([4, 8] if self._decode_heavy else [1, 2, 4]))]
+            count = self._rng.choice([4, 8] if self._decode_heavy else [1, 2, 4])
+            return [command for _ in range(count) for command in self._admit()]
         if kind == "abort":
             return self._abort()
         if kind == "retract":
@@ -228,15 +242,19 @@ class Schedule:
             self.counts.evictions += tree.evict(EvictParams(num_tokens=self._rng.randint(1, 80))).num_tokens_evicted
         return []
 
-    def _admit(self) -> Any:
+    def _admit(self) -> list[Any]:
         rid = f"{self.seed}-{self.counts.requests}"
         self.counts.requests += 1
         scheduler = self.engine.scheduler
         # SGLang refuses a prompt that never fits and clips an output to what the empty pool holds; the
         # larger pool of the dense twin would not, so each request here fits with all its tokens.
         room = scheduler.max_total_num_tokens - 2 * scheduler.page_size - self.engine.options.reserved
+        session, before, commands = self._next_turn(rid)
+        self.counts.turns += bool(before)
+        if session:
+            room = sessions.LONGEST - len(before)
         tokens = self._prompt()[: min(scheduler.max_req_input_len - 1, CONTEXT - 1, room - 1)]
-        self._prompts[rid] = tokens
+        self._prompts[rid] = before + tokens
         longest_output = self._rng.choice([1, 2, *[self._rng.randint(3, self._longest_output)] * 4])
         sampling = {
             "max_new_tokens": min(longest_output, room - len(tokens)),
@@ -250,7 +268,18 @@ class Schedule:
         # SGLang mixes no batch that returns them.
         compared = self.engine.options.compared and not self.engine.options.mixed
         fields = pairs.FIELDS if self.engine.options.pair else {}
-        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15 or compared, **fields)
+        logprob = self._rng.random() < 0.15 or compared
+        return [*commands, request(rid, tokens, sampling, logprob, **fields, **sessions.turn_of(session))]
+
+    def _next_turn(self, rid: str) -> tuple[str | None, list[int], list[Any]]:
+        if not self.engine.options.sessions:
+            return None, [], []
+        busy = {name for name, turn in self._turns.items() if turn not in self.engine.ended}
+        name, before, commands = sessions.next_turn(self.engine.scheduler, self._rng, busy | self._closed)
+        self._closed |= {each.session_id for each in commands if isinstance(each, CloseSessionReqInput)}
+        if name:
+            self._turns[name] = rid
+        return name, before, commands
 
     def _prompt(self) -> list[int]:
         rng = self._rng

@@ -72,6 +72,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("drafts", "mismatch"),
         ("arrivals", "mismatch"),
         ("transfers", "mismatch"),
+        ("turns", "mismatch"),
     ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
@@ -160,6 +161,24 @@ def assert_transferred(rows: list[dict[str, Any]], schedules: int) -> None:
 def test_prompts_that_another_server_prefilled_are_as_a_cold_run_has_them(tmp_path) -> None:
     flags = ["--schedules", "20", "--block", "4", "--steps", "8", "--vary", "pairs", "--workers", str(WORKERS)]
     assert_transferred(run(tmp_path / "rows.jsonl", *flags), 20)
+
+
+def assert_continued(rows: list[dict[str, Any]], schedules: int) -> None:
+    """The schedules passed, with turns behind what their sessions kept."""
+    names = ["turns", "retractions", "evictions", "aborts", "cached_tokens", "rectified_tokens", "answers_compared"]
+    assert_passed(rows[-1], schedules, names)
+
+
+def test_turns_of_sessions_go_on_behind_exact_kv(tmp_path) -> None:
+    flags = ["--schedules", "10", "--block", "2", "--steps", "6", "--vary", "sessions", "--workers", str(WORKERS)]
+    assert_continued(run(tmp_path / "rows.jsonl", *flags), 10)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_two_thousand_schedules_of_sessions(tmp_path) -> None:
+    flags = ["--schedules", "2000", "--block", "50", "--vary", "sessions"]
+    assert_continued(run(tmp_path / "soak.jsonl", *flags, "--workers", str(len(os.sched_getaffinity(0)))), 2000)
 
 
 @pytest.mark.soak

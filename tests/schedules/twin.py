@@ -80,9 +80,10 @@ def difference(answer: Answer, tokens: list[int], logprobs: list[float]) -> str 
 
 def _alone(options: EngineOptions) -> EngineOptions:
     dense = {"dense_fallback": "auto", "crossover_tokens": 10**9}
-    config = {**options.config, **(dense if options.drafts else {"eviction": "visibility"})}
+    uncompacted = {"eviction": "visibility"} if "eviction" in options.config else {}
+    config = {**options.config, **(dense if options.drafts else uncompacted)}
     drafts = 0 if options.drafter else options.drafts
-    own = {"overlap": False, "slots": 4096, "chunk": 512, "radix": False, "host": 0}
+    own = {"overlap": False, "slots": 4096, "chunk": 512, "radix": False, "host": 0, "sessions": False}
     return replace(options, **own, config=config, drafts=drafts)
 
 

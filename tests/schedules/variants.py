@@ -151,6 +151,16 @@ PAIR_VARIANTS: tuple[dict[str, Any], ...] = (
     {**PAIR, "overlap": True, "radix": False, "method": "rocketkv", "slots": 240, "config": {"rectify_interval": 4}},
     {**PAIR, "overlap": True, "radix": False, "slots": 480, "config": {"rectify_interval": 5}, "prefill": {}},
 )
+# Requests and turns of streaming sessions, which keep exact KV for the next turn. Without rectification, answers are
+# compared with those of whole prompts.
+SESSIONS: dict[str, Any] = {"sessions": True, "slots": 320}
+SESSION_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**SESSIONS, "overlap": True, "config": {"rectify_interval": 4}},
+    {**SESSIONS, "overlap": False, "config": {"rectify_interval": 0}},
+    {**SESSIONS, "overlap": False, "page_size": 8, "config": {"rectify_interval": 3, "rectify_on_finish": True}},
+    {**SESSIONS, "overlap": True, "page_size": 1, "config": {"rectify_interval": 0}},
+    {**SESSIONS, "overlap": True, "method": "rocketkv", "config": {"rectify_interval": 4}},
+)
 # What ``all`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
@@ -180,4 +190,5 @@ FAMILIES = {
     "verifiers": VERIFIER_VARIANTS,
     "host": HOST_VARIANTS,
     "pairs": PAIR_VARIANTS,
+    "sessions": SESSION_VARIANTS,
 }
