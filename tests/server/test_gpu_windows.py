@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import random_chunked, random_windowed
 from server_requests import assert_nothing_leaked, forced, logprobs, random_prompts, sparse_state, spent
+from window_checkpoints import random_chunked, random_windowed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FULL, INTERVAL = 2, 16

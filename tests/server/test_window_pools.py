@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from checkpoints import by_transformers, random_chunked, random_windowed
+from checkpoints import by_transformers
 from server_requests import (
     RETRACT,
     ask_all,
@@ -20,6 +20,7 @@ from server_requests import (
     sparse_state,
     spent,
 )
+from window_checkpoints import random_chunked, random_windowed
 
 from launch.server import ServerProcess
 

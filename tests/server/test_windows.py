@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checkpoints import by_transformers, random_chunked, random_windowed
+from checkpoints import by_transformers
 from safetensors.torch import load_file, save_file
 from server_requests import (
     ask,
@@ -25,6 +25,7 @@ from server_requests import (
     sparse_state,
     spent,
 )
+from window_checkpoints import random_chunked, random_windowed
 
 from launch.server import ServerProcess
 

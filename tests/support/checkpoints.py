@@ -37,7 +37,11 @@ def byte_tokenizer(path: Path, vocab_size: int, more: Sequence[str] = ()) -> Any
     return tokenizer
 
 
-def _save(path: Path, model: Any, vocab_size: int, extra: dict[str, Any]) -> Path:
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+def save(path: Path, model: Any, vocab_size: int, extra: dict[str, Any]) -> Path:
+    """Write a model in float32, with more fields of its config and a `byte_tokenizer`, and return its folder."""
     model.float().save_pretrained(path)
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **extra}, indent=2))
@@ -51,8 +55,8 @@ def random_qwen3(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, s
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {**_sizes(layers, vocab_size), "num_key_value_heads": 2, "head_dim": 64}
-    return _save(Path(path), Qwen3ForCausalLM(Qwen3Config(**{**sizes, **config})), vocab_size, {})
+    sizes = {**fields(layers, vocab_size), "num_key_value_heads": 2, "head_dim": 64}
+    return save(Path(path), Qwen3ForCausalLM(Qwen3Config(**{**sizes, **config})), vocab_size, {})
 
 
 def random_mla(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, seed: int = 0, **config: Any) -> Path:
@@ -66,7 +70,7 @@ def random_mla(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
 
     torch.manual_seed(seed)
     sizes = _mla_sizes(layers, vocab_size)
-    return _save(Path(path), DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **config})), vocab_size, _UNWRITTEN)
+    return save(Path(path), DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **config})), vocab_size, _UNWRITTEN)
 
 
 def random_dsa(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, seed: int = 0, **config: Any) -> Path:
@@ -81,97 +85,7 @@ def random_dsa(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
         # SGLang keeps these in bfloat16, whatever the others are in.
         gates = layer.self_attn.indexer.weights_proj.weight.data
         gates.copy_(gates.bfloat16())
-    return _save(Path(path), model, vocab_size, _UNWRITTEN)
-
-
-def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **config: Any) -> Path:
-    """Random float32 checkpoint of six layers; 2 and 5 attend to all tokens and the others within a window.
-
-    Hidden 256, 8 query and 2 KV heads of 32; ``config`` overrides. Sinks, which SGLang keeps in bfloat16, are such
-    that half of the weight of a few dozen tokens is theirs.
-
-    Args:
-        path: its folder.
-        family: the beginning of its classes in transformers, see ``_OF_FAMILY``.
-        window: tokens that a windowed layer sees, the newest among them.
-        seed: of the weights.
-        **config: fields of its config.
-    """
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
-    kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 2
-    own = {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": window, "layer_types": kinds, "pad_token_id": 0}
-    text = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(text(**_sizes(6, 1024) | own | _OF_FAMILY[family] | config))
-    for name, parameter in model.named_parameters():
-        if name.endswith(".sinks"):
-            parameter.data.copy_(torch.randn_like(parameter).add(4).bfloat16())
-    return _save(path, model, 1024, _published_mimo(window) if family == "MiMoV2Flash" else {})
-
-
-def _published_mimo(window: int) -> dict[str, Any]:
-    """What MiMo-V2's published configs have for SGLang, and those that transformers writes have not."""
-    windowed = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 48, "v_head_dim": 32}
-    found = {f"swa_{name}": size for name, size in windowed.items()} | {"swa_rope_theta": 10000.0}
-    # SGLang's window does not count the newest token.
-    found |= {"hybrid_layer_pattern": [1, 1, 0] * 2, "sliding_window_size": window - 1, "layernorm_epsilon": 1e-5}
-    found |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "moe_layer_freq": [0] * 6}
-    # SGLang reads one rotation for both kinds of layers, transformers one for each.
-    return found | {"partial_rotary_factor": 0.334, "rope_parameters": _MIMO_ROPE | _MIMO_ROPE["full_attention"]}
-
-
-def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = True, **config: Any) -> Path:
-    """Random float32 checkpoint of Llama 4: 3 and 7 of eight layers attend to all tokens, the others within chunks.
-
-    Hidden 256, 8 query and 2 KV heads of 32. The temperature of the former changes every 48 tokens. Without CUDA SGLang
-    has no experts of this kind, and norms of queries and keys in bfloat16 alone: there are none.
-
-    Args:
-        path: its folder.
-        chunk: tokens of a chunk.
-        seed: of the weights.
-        towers: whether it has a vision tower, as published ones; else it is of the class for text.
-        **config: fields of its text config.
-    """
-    import torch
-    from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
-
-    torch.manual_seed(seed)
-    text = {**_sizes(8, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "use_qk_norm": False}
-    text |= {"attention_chunk_size": chunk, "floor_scale": 48, "attn_scale": 0.5, "intermediate_size_mlp": 512}
-    text |= {"interleave_moe_layer_step": 9, **config}
-    if not towers:
-        return _save(path, Llama4ForCausalLM(Llama4TextConfig(**text)), 1024, {})
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 56, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
-    both = Llama4Config(text_config=text, vision_config=vision)
-    return _save(path, Llama4ForConditionalGeneration(both), 1024, {})
-
-
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-# What SGLang takes where transformers 5 writes a theta by the kind of layer; published checkpoints have one for both.
-_ROPE = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full", "sliding")}
-_MIMO_ROPE = {kind: {**rope, "partial_rotary_factor": 0.334} for kind, rope in _ROPE.items()}
-_OF_FAMILY: dict[str, dict[str, Any]] = {
-    "Gemma3": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
-    "Olmo3": {"rope_parameters": _ROPE},
-    "Cohere2": {"tie_word_embeddings": True},
-    # SGLang's choice of its experts needs a GPU.
-    "Afmoe": {**_EXPERTS, "num_dense_layers": 6, "num_shared_experts": 1},
-    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE["full_attention"]},
-    "GraniteSWA": {"layer_rope_theta": [10000.0] * 6, "rope_parameters": _ROPE["full_attention"]},
-    "Laguna": {**_EXPERTS, "shared_expert_intermediate_size": 128},
-    # Keys of 48 dimensions, values of 32, and in the layers with windows twice the KV heads.
-    "MiMoV2Flash": {
-        "head_dim": 48,
-        "v_head_dim": 32,
-        "mlp_layer_types": ["dense"] * 6,
-        "rope_parameters": _MIMO_ROPE,
-    },
-    "Mellum": {**_EXPERTS, "rope_parameters": _ROPE, "mlp_layer_types": ["sparse"] * 6},
-}
+    return save(Path(path), model, vocab_size, _UNWRITTEN)
 
 
 def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: int = 0, **config: Any) -> Path:
@@ -196,13 +110,13 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: 
     own |= {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
     own |= {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
     if family != "Qwen3_5":
-        own |= {**_EXPERTS, "shared_expert_intermediate_size": 128}
+        own |= {**EXPERTS, "shared_expert_intermediate_size": 128}
     if family != "Qwen3Next":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
         own["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**_sizes(layers, 1024), **own, **config}))
-    return _save(path, model, 1024, {"full_attention_interval": 4})
+    model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**fields(layers, 1024), **own, **config}))
+    return save(path, model, 1024, {"full_attention_interval": 4})
 
 
 def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
@@ -215,13 +129,13 @@ def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(seed)
-    text = {**_sizes(6, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
+    text = {**fields(6, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
     vision: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_attention_heads": 2}
     media: dict[str, int] = {}
     if family != "Gemma3":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
         # Weights of experts of other sizes than the model's show which way round they are.
-        experts = {**_EXPERTS, "moe_intermediate_size": 64} if family == "Qwen3VLMoe" else {}
+        experts = {**EXPERTS, "moe_intermediate_size": 64} if family == "Qwen3VLMoe" else {}
         text |= {"rope_parameters": {**rope, "mrope_section": [8, 4, 4]}, **experts}
         vision |= {"out_hidden_size": 256, "num_position_embeddings": 64}
         # SGLang takes three layers of it whatever the config says, if the model has experts.
@@ -233,7 +147,7 @@ def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
     config = getattr(transformers, f"{family}Config")(
         text_config=text, vision_config=vision, tie_word_embeddings=True, **media
     )
-    _save(path, getattr(transformers, f"{family}ForConditionalGeneration")(config), 1024, {})
+    save(path, getattr(transformers, f"{family}ForConditionalGeneration")(config), 1024, {})
     if media:
         _qwen3_vl_processor(path)
     # As published checkpoints name and lay out what transformers 5 writes otherwise.
@@ -376,10 +290,17 @@ _UNWRITTEN = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "s
 def _mla_sizes(layers: int, vocab_size: int) -> dict[str, Any]:
     ranks = {"q_lora_rank": 192, "kv_lora_rank": 512}
     heads = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
-    return {**_sizes(layers, vocab_size), "num_key_value_heads": 8, "first_k_dense_replace": layers, **ranks, **heads}
+    return {
+        **fields(layers, vocab_size),
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": layers,
+        **ranks,
+        **heads,
+    }
 
 
-def _sizes(layers: int, vocab_size: int) -> dict[str, Any]:
+def fields(layers: int, vocab_size: int) -> dict[str, Any]:
+    """Fields that all configs have: hidden 256, 8 query heads."""
     return dict(
         vocab_size=vocab_size,
         hidden_size=256,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from anchor_runs import with_sinks
-from checkpoints import random_windowed
 from model_configs import write_config
 from refusals import refused
 from transformers import AutoModelForCausalLM
+from window_checkpoints import random_windowed
 
 from sglang_sparse import calibrate
 from sglang_sparse.config.files import read_config

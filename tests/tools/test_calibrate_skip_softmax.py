@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from anchor_runs import with_sinks
-from checkpoints import random_windowed
 from safetensors.torch import load_file, save_file
+from window_checkpoints import random_windowed
 
 from sglang_sparse import calibrate
 from sglang_sparse.config.settings import build

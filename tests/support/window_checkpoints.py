@@ -1,0 +1,95 @@
+"""Random checkpoints of models whose layers attend within windows or chunks, but for some."""
+
+from pathlib import Path
+from typing import Any
+
+from checkpoints import EXPERTS, fields, save
+
+
+def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **config: Any) -> Path:
+    """Random float32 checkpoint of six layers; 2 and 5 attend to all tokens and the others within a window.
+
+    Hidden 256, 8 query and 2 KV heads of 32; ``config`` overrides. Sinks, which SGLang keeps in bfloat16, are such
+    that half of the weight of a few dozen tokens is theirs.
+
+    Args:
+        path: its folder.
+        family: the beginning of its classes in transformers, see ``_OF_FAMILY``.
+        window: tokens that a windowed layer sees, the newest among them.
+        seed: of the weights.
+        **config: fields of its config.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 2
+    own = {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": window, "layer_types": kinds, "pad_token_id": 0}
+    text = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(text(**fields(6, 1024) | own | _OF_FAMILY[family] | config))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            parameter.data.copy_(torch.randn_like(parameter).add(4).bfloat16())
+    return save(path, model, 1024, _published_mimo(window) if family == "MiMoV2Flash" else {})
+
+
+def _published_mimo(window: int) -> dict[str, Any]:
+    """What MiMo-V2's published configs have for SGLang, and those that transformers writes have not."""
+    windowed = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 48, "v_head_dim": 32}
+    found = {f"swa_{name}": size for name, size in windowed.items()} | {"swa_rope_theta": 10000.0}
+    # SGLang's window does not count the newest token.
+    found |= {"hybrid_layer_pattern": [1, 1, 0] * 2, "sliding_window_size": window - 1, "layernorm_epsilon": 1e-5}
+    found |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "moe_layer_freq": [0] * 6}
+    # SGLang reads one rotation for both kinds of layers, transformers one for each.
+    return found | {"partial_rotary_factor": 0.334, "rope_parameters": _MIMO_ROPE | _MIMO_ROPE["full_attention"]}
+
+
+def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = True, **config: Any) -> Path:
+    """Random float32 checkpoint of Llama 4: 3 and 7 of eight layers attend to all tokens, the others within chunks.
+
+    Hidden 256, 8 query and 2 KV heads of 32. The temperature of the former changes every 48 tokens. Without CUDA SGLang
+    has no experts of this kind, and norms of queries and keys in bfloat16 alone: there are none.
+
+    Args:
+        path: its folder.
+        chunk: tokens of a chunk.
+        seed: of the weights.
+        towers: whether it has a vision tower, as published ones; else it is of the class for text.
+        **config: fields of its text config.
+    """
+    import torch
+    from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
+
+    torch.manual_seed(seed)
+    text = {**fields(8, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "use_qk_norm": False}
+    text |= {"attention_chunk_size": chunk, "floor_scale": 48, "attn_scale": 0.5, "intermediate_size_mlp": 512}
+    text |= {"interleave_moe_layer_step": 9, **config}
+    if not towers:
+        return save(path, Llama4ForCausalLM(Llama4TextConfig(**text)), 1024, {})
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 56, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    both = Llama4Config(text_config=text, vision_config=vision)
+    return save(path, Llama4ForConditionalGeneration(both), 1024, {})
+
+
+# What SGLang takes where transformers 5 writes a theta by the kind of layer; published checkpoints have one for both.
+_ROPE = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full", "sliding")}
+_MIMO_ROPE = {kind: {**rope, "partial_rotary_factor": 0.334} for kind, rope in _ROPE.items()}
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "Gemma3": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "Olmo3": {"rope_parameters": _ROPE},
+    "Cohere2": {"tie_word_embeddings": True},
+    # SGLang's choice of its experts needs a GPU.
+    "Afmoe": {**EXPERTS, "num_dense_layers": 6, "num_shared_experts": 1},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE["full_attention"]},
+    "GraniteSWA": {"layer_rope_theta": [10000.0] * 6, "rope_parameters": _ROPE["full_attention"]},
+    "Laguna": {**EXPERTS, "shared_expert_intermediate_size": 128},
+    # Keys of 48 dimensions, values of 32, and in the layers with windows twice the KV heads.
+    "MiMoV2Flash": {
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "mlp_layer_types": ["dense"] * 6,
+        "rope_parameters": _MIMO_ROPE,
+    },
+    "Mellum": {**EXPERTS, "rope_parameters": _ROPE, "mlp_layer_types": ["sparse"] * 6},
+}
