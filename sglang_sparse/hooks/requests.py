@@ -6,7 +6,7 @@ import copy
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.session.session_controller import Session
 
 
 def carry_options(
@@ -100,6 +101,10 @@ def admit(
     settings = settings_of(scheduler.server_args)
     if settings is None:
         return original(scheduler, received, *args, **kwargs)
+    session = cast("Session | None", kwargs.get("session"))
+    if session is not None and session.streaming and session._inflight and not settings.passes_through:
+        # SGLang refuses a turn beside another one. Of a session, it would then let a third one in.
+        kwargs["session"] = None
     try:
         options = _require_options(settings, scheduler, received)
     except SparseArgumentError as error:

@@ -24,13 +24,17 @@ NAMESPACE = "sglang_sparse_namespace"
 
 def keep_exact(original: Callable[..., bool], tree: RadixTree, request: Req) -> bool:
     """Around ``UnifiedRadixCache.claim_kv_row``: what a session keeps of a finished or retracted turn is exact."""
-    slot, state = tree.session.borrowed_slot(request), state_of(request)
+    slot, state, session = tree.session.borrowed_slot(request), state_of(request), request.session
     exact = 0 if slot is None else request.owned_kv_len()
     if not original(tree, request):
         return False
     if slot is not None and state is not None:
         if request.finished():
             state.counts.tail_tokens_dropped += max(0, slot.kv.kv_committed_len - exact)
+        elif session is not None:
+            # SGLang takes a retracted turn for one that has ended: it would run another beside it, on the same KV, and
+            # take the session from a turn that is retracted twice.
+            request.session, session._inflight = session, True
         slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, exact)
         setattr(slot, NAMESPACE, request.extra_key)
     return True

@@ -39,7 +39,7 @@ def next_turn(scheduler: Any, rng: random.Random, busy: set[str]) -> tuple[str |
     """Choose who takes a turn.
 
     Args:
-        busy: sessions that have a turn, which SGLang forgets when it retracts that, or that are closed already.
+        busy: sessions that have a turn, or are closed already.
 
     Returns:
         The session, or None for a request without one; the tokens that stand before its own; and the commands to send

@@ -1,5 +1,6 @@
 """Sessions: a turn goes on behind what the session keeps, and answers as its whole prompt does to a cold cache."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -89,6 +90,17 @@ def test_turns_may_be_retracted_and_aborted(serve) -> None:
         for turns in talks:
             assert turns[-1][0] == whole
             assert_same(turns[-1][1], expected)
+        with session(server) as turn, ThreadPoolExecutor() as pool:
+            company = [pool.submit(ask, server, OTHER, 60) for _ in "ab"]
+            first = pool.submit(ask, server, TURNS[0], 60, **turn)
+            time.sleep(0.3)
+            beside = []
+            while not first.done():
+                beside.append(server.client.post("/generate", json={"input_ids": [1, 2, 3], **turn}).status_code)
+            # A turn that is retracted has not ended. The last may have come behind it.
+            assert first.result()["meta_info"]["num_retractions"] > 0
+            assert len(beside) > 3 and {*beside[:-1]} == {400}
+            assert all(len(one.result()["output_ids"]) == 60 for one in company)
         with session(server) as turn:
             ask(server, whole[:-1], **turn)
             assert_abort_leaks_nothing(server, input_ids=TURNS[1], **turn)
