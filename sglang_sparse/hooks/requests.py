@@ -103,7 +103,7 @@ def admit(
         return original(scheduler, received, *args, **kwargs)
     session = cast("Session | None", kwargs.get("session"))
     if session is not None and session.streaming and session._inflight and not settings.passes_through:
-        # SGLang refuses a turn beside another one. Of a session, it would then let a third one in.
+        # SGLang refuses a turn beside another one. When it drops that from the session, it takes the other for ended.
         kwargs["session"] = None
     try:
         options = _require_options(settings, scheduler, received)
