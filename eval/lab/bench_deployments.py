@@ -72,7 +72,7 @@ def server_flags(args: argparse.Namespace, name: str, arm: str) -> list[str]:
         str(pool),
         *batch_flags(args.batch * ranks(args, name)),
     ]
-    flags += ["--load-format", "dummy"] if args.shape else []
+    flags += model_shapes.load_flags(args)
     flags += ["--disaggregation-transfer-backend", args.transfer] if name == PAIR else []
     return [*flags, *shlex.split(args.server_args), *(shlex.split(args.sparse) if arm == SPARSE else [])]
 
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     failed = False
     plan = [(name, arm) for name in args.deployments for arm in (DENSE, SPARSE)]
     with tempfile.TemporaryDirectory() as scratch, Record(args.out, COMMAND, args.revision, **header) as record:
-        folder = model_shapes.write(args.shape, Path(scratch)) if args.shape else Path(args.model_path)
+        folder = model_shapes.folder_of(args, Path(scratch))
         for name, arm in tqdm(plan):
             try:
                 items += measure(args, folder, name, arm, record)

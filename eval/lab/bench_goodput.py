@@ -39,6 +39,7 @@ from eval.lab.servers import model_shapes
 from eval.lab.servers.generated_inputs import require_made, served
 from eval.lab.servers.goodput import COMMAND, best_rates
 from eval.lab.servers.in_turn import (
+    Server,
     add_servers,
     asked_servers,
     check_servers,
@@ -71,14 +72,9 @@ FIGURES += tuple(f"{name}_{statistic}" for name in ("ttft", "tpot") for statisti
 def read_limits(text: str) -> dict[str, float]:
     """Read limits such as ``ttft:20000,tpot:40``, in milliseconds."""
     found = {name: float(value) for name, _, value in (part.partition(":") for part in text.split(","))}
-    if not found or not set(found) <= set(METRICS) or min(found.values()) <= 0:
+    if not set(found) <= set(METRICS) or min(found.values()) <= 0:
         raise argparse.ArgumentTypeError(f"got {text}, allowed: {', '.join(METRICS)}, each with milliseconds above 0")
     return found
-
-
-def internal_states(target: Target) -> list[dict[str, Any]]:
-    """What the schedulers of a server say of themselves."""
-    return target.arm.server.ask(lambda http: http.get("/server_info").raise_for_status().json())["internal_states"]
 
 
 def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, target: Target, url: str) -> dict[str, Any]:
@@ -95,7 +91,7 @@ def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, targe
     Raises:
         EvaluationError: the client or a request failed, or a plugin of the server was not loaded.
     """
-    states = internal_states(target)
+    states = target.arm.server.info()["internal_states"]
     require_made(args.structured, states)
     timed = args.host_times and target.arm.counted
     if timed and HOST_TIMES not in states[0]:
@@ -113,7 +109,7 @@ def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, targe
     row |= {field: found.summary[field] for field in FIGURES}
     row |= {f"within_{key}": share for key, share in found.summary["slo_attainment_by_metric"].items()}
     row |= {"goodput": rate * row["slo_attainment"]} | found.counts()
-    return row | ({HOST_TIMES: internal_states(target)[0][HOST_TIMES]} if timed else {})
+    return row | ({HOST_TIMES: target.arm.server.info()["internal_states"][0][HOST_TIMES]} if timed else {})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
     header = {"arguments": asked, "label": args.label, **this_machine()}
     own = ["--context-length", str(args.longest + args.output_length + ROOM)]
     record = Record(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
-    others = {name for name, _ in args.server} - servers.keys()
-    rows = [row for name in others for row in measured_before(record, name)]
+    others = dict(args.server).keys() - servers.keys()
+    rows = [row for other in others for row in measured_before(record, other)]
     with tempfile.TemporaryDirectory() as name, record:
         folder, inputs, environment = served(args, Path(name))
         own += inputs + shlex.split(args.server_args)
@@ -141,13 +137,12 @@ def run(args: argparse.Namespace) -> int:
         timed = {"PYTHONPATH": os.pathsep.join(filter(None, paths))} if args.host_times else {}
         for server, flags in servers.items():
             loads = {f"{server}/{rate:g}": partial(drive, args, server, rate, Path(name)) for rate in args.rates}
-            variables = environment | (timed if is_sparse(flags) else {})
-            rows += measure(args, COMMAND, server, own + flags, folder, record, loads, variables)
-        loads = [f"{name}/{rate:g}" for name in (DENSE, *dict(args.server)) for rate in args.rates]
-        if missing := [load for load in loads if load not in {row["id"] for row in rows}]:
+            started = Server(server, folder, own + flags, environment | (timed if is_sparse(flags) else {}))
+            rows += measure(args, COMMAND, started, record, loads, args.longest + args.output_length)
+        wanted = [f"{server}/{rate:g}" for server in (DENSE, *dict(args.server)) for rate in args.rates]
+        if missing := [load for load in wanted if load not in {row["id"] for row in rows}]:
             raise EvaluationError(f"no ratio yet, {', '.join(missing)} not measured: run the same command for them")
-        summary = best_rates(rows)
-        for row in summary:
+        for row in best_rates(rows):
             record.add("summary", **row)
     return 0
 
@@ -166,7 +161,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-times", action="store_true", help="of the hooks of sparse servers, see above")
     add_servers(parser)
     args = parser.parse_args(arguments)
-    args.input_length = args.longest
     check_servers(parser, args)
     try:
         given = read_given(args.structured or {})

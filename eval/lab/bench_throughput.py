@@ -28,7 +28,7 @@ from typing import Any
 
 from eval.bench_serving import named
 from eval.lab.servers import model_shapes
-from eval.lab.servers.in_turn import add_servers, asked_servers, check_servers, measure, run_load
+from eval.lab.servers.in_turn import Server, add_servers, asked_servers, check_servers, measure, run_load
 from eval.lab.servers.server_facts import kept
 from eval.lab.servers.throughput import COMMAND, best_batches
 from eval.lab.tables.files import measured
@@ -54,7 +54,7 @@ def server_flags(args: argparse.Namespace, name: str) -> list[str]:
     """What a server is started with beside its own flags."""
     most = max(batches(args, name))
     flags = ["--context-length", str(args.input_length + args.output_length + ROOM), *batch_flags(most)]
-    return flags + (["--load-format", "dummy"] if args.shape else []) + shlex.split(args.server_args)
+    return [*flags, *model_shapes.load_flags(args), *shlex.split(args.server_args)]
 
 
 def drive(args: argparse.Namespace, name: str, batch: int, scratch: Path, target: Target, url: str) -> dict[str, Any]:
@@ -107,12 +107,13 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     record = Record(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
     with tempfile.TemporaryDirectory() as name, record:
-        folder = model_shapes.write(args.shape, Path(name)) if args.shape else Path(args.model_path)
+        folder = model_shapes.folder_of(args, Path(name))
         for server, flags in servers.items():
             loads = {
                 f"{server}/{batch}": partial(drive, args, server, batch, Path(name)) for batch in batches(args, server)
             }
-            rows += measure(args, COMMAND, server, server_flags(args, server) + flags, folder, record, loads)
+            started = Server(server, folder, server_flags(args, server) + flags)
+            rows += measure(args, COMMAND, started, record, loads, args.input_length + args.output_length)
         summary = best_batches(rows)
         if not summary:
             raise EvaluationError("nothing was measured on a dense and another server")

@@ -90,12 +90,16 @@ class LiveServer:
         """What a function of a client of the server returns."""
         return question(self._http)
 
+    def info(self) -> dict[str, Any]:
+        """All that it says about itself."""
+        return self._http.get("/server_info").raise_for_status().json()
+
     def sparse_state(self) -> dict[str, Any]:
         """The counters and the configs of the sparse methods, counts summed over data-parallel ranks.
 
         Refused if the server runs no sparse method, or one without rectification.
         """
-        states = self._http.get("/server_info").raise_for_status().json()["internal_states"]
+        states = self.info()["internal_states"]
         found = [state.get("sparse") for state in states]
         if any(state is None for state in found):
             raise EvaluationError(f"{self._options['base_url']} does not run a sparse method")

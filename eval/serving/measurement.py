@@ -120,11 +120,11 @@ class Side:
 def look(inputs: Inputs, name: str, url: str, server: LiveServer, expect: str) -> Side:
     """Ask a server what it is, and refuse one that is not what the names of methods, or "dense", in `expect` say."""
     args = inputs.args
-    info = server.ask(lambda http: http.get("/server_info").raise_for_status().json())
+    info = server.info()
     asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
     target = reach(asked, server, max(args.contexts) + args.output_length)
     graphs = info.get("cuda_graph_config") or {}
-    facts = {f"{phase}_graphs": _captured(graphs.get(phase)) for phase in ("decode", "prefill")}
+    facts: dict[str, Any] = {f"{phase}_graphs": _captured(graphs.get(phase)) for phase in ("decode", "prefill")}
     facts["decode_backend"] = info.get("decode_attention_backend") or info.get("attention_backend")
     state = info["internal_states"][0].get("sparse") or {}
     made, facts = inputs.made(info["internal_states"]), {**target.facts, **facts}

@@ -91,16 +91,14 @@ class FakeServer:
         return facts | {"chunked_prefill_size": size, "attention_backend": "fa3", "sparse": self.state()}
 
     def ask(self, question: Any) -> Any:
-        return question(SimpleNamespace(get=self._get, post=self._post))
+        return question(SimpleNamespace(post=self._post))
 
-    def _get(self, path: str) -> Any:
-        assert path == "/server_info"
+    def info(self) -> dict[str, Any]:
         state: dict[str, Any] = {"sparse": self.state()} if self.sparse else {}
         state |= self.made()
         graphs = {"prefill": {"backend": "breakable"}, "decode": {"backend": self.graphs}}
         backend = after(self.flags, "--attention-backend") if "--attention-backend" in self.flags else "fa3"
-        info = {"internal_states": [state], "cuda_graph_config": graphs, "attention_backend": backend}
-        return SimpleNamespace(raise_for_status=lambda: SimpleNamespace(json=lambda: info))
+        return {"internal_states": [state], "cuda_graph_config": graphs, "attention_backend": backend}
 
     def made(self) -> dict[str, Any]:
         """What it says of generated inputs."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.lab import bench_deployments
+from eval.lab.servers.deployments import DP
 from eval.live.client import command_line, list_of, positive
 
 COMMAND = "eval.lab.servers.eight_gpus"
@@ -29,15 +30,15 @@ _MTP = "--speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-ea
 _MTP += " --speculative-num-draft-tokens 2"
 # By name: a deployment, a shape, the sparse server's flags, and flags of both servers; {gpus} is their number.
 RUNS = {
-    "dsa-native": ("dp", "v32-slice", "--sparse-method dsa", f"--ep-size {{gpus}} {_MTP}"),
+    "dsa-native": (DP, "v32-slice", "--sparse-method dsa", f"--ep-size {{gpus}} {_MTP}"),
     "dsa-portable": (
-        "dp",
+        DP,
         "v32-slice",
         """--sparse-method dsa --sparse-config '{"implementation": "portable"}'""",
         "--ep-size {gpus}",
     ),
     "robsa": (
-        "dp",
+        DP,
         "kimi-k2-slice",
         """--sparse-method robsa --sparse-config '{"allow_uncalibrated": true, "page_size": 64}'""",
         "--ep-size {gpus} --attention-backend flashmla --page-size 64",
@@ -57,7 +58,7 @@ def line(name: str, gpus: int, folder: Path, revision: str | None, more: str = "
         more: further arguments of all servers.
     """
     deployment, shape, sparse, flags = RUNS[name]
-    batch = REQUESTS // gpus if deployment == "dp" else DENSE_ROWS * gpus
+    batch = REQUESTS // gpus if deployment == DP else DENSE_ROWS * gpus
     found = ["--shape", shape, "--deployments", deployment, "--gpus", str(gpus), "--batch", str(batch)]
     found += ["--input-length", "32k", "--output-length", "512", "--runs", "2", "--sparse", sparse]
     found += ["--server-args", f"{flags.format(gpus=gpus)} {more}".strip()]

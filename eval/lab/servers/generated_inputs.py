@@ -44,12 +44,11 @@ def served(args: argparse.Namespace, scratch: Path) -> tuple[Path, list[str], di
         scratch: folder for the shape.
     """
     flags, environment = list[str](), dict[str, str]()
-    folder = model_shapes.write(args.shape, scratch) if args.shape else Path(args.model_path)
     if args.structured is not None:
         flags = ["--json-model-override-args", json.dumps({"structured_inputs": args.structured})]
         paths = filter(None, [str(SERVER), str(ROOT), os.environ.get("PYTHONPATH")])
         environment = {"PYTHONPATH": os.pathsep.join(paths)}
-    return folder, flags + (["--load-format", "dummy"] if args.shape else []), environment
+    return model_shapes.folder_of(args, scratch), flags + model_shapes.load_flags(args), environment
 
 
 def require_made(structured: Row | None, states: Sequence[Row]) -> Row | None:

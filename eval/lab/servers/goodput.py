@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.lab.servers.throughput import BEST, best_rows, lines, ratio_cell
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
 from eval.scores.pictures import save
 from eval.scores.tables import Column, number, percent, table, text
 
 COMMAND = "eval.lab.bench_goodput"
-BEST = "best"
 
 Row = Mapping[str, Any]
 
@@ -30,10 +30,7 @@ def best_rates(rows: Sequence[Row]) -> list[dict[str, Any]]:
     Raises:
         EvaluationError: the dense servers answered nothing in time, or the best one most at the highest rate.
     """
-    best: dict[str, Row] = {}
-    for row in rows:
-        if row["arm"] not in best or row["goodput"] > best[row["arm"]]["goodput"]:
-            best[row["arm"]] = row
+    best = best_rows(rows, "goodput")
     dense = [row for row in best.values() if not row["sparse"]]
     peer = max(dense, key=lambda row: row["goodput"])
     if not peer["goodput"]:
@@ -51,11 +48,6 @@ def best_rates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def goodput(path: Path) -> str:
     """What servers answer in time, rate by rate."""
     rows = read_finished(path)
-    ratios = {row["arm"]: row for row in rows if row["kind"] == "summary"}
-
-    def ratio(row: Row) -> str:
-        mine = ratios.get(row["arm"])
-        return f"{mine['goodput_ratio']:.2f}" if mine and mine["rate"] == row["rate"] else ""
 
     def host(part: str) -> Callable[[Row], str]:
         def figure(row: Row) -> str:
@@ -79,7 +71,7 @@ def goodput(path: Path) -> str:
         ("rows that ran dense", percent("dense_rows")),
         ("host in hooks, µs a step of most rows", host("all")),
         ("of it planning", host("planning")),
-        ("best, times the best dense server's", ratio),
+        ("best, times the best dense server's", ratio_cell(rows, "rate", "goodput_ratio")),
     ]
     return table([row for row in rows if row["kind"] == "item"], columns)
 
@@ -96,11 +88,9 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     """
     from matplotlib.figure import Figure
 
-    items = [row for row in rows if row["kind"] == "item"]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for arm in dict.fromkeys(row["arm"] for row in items):
-        line = sorted((row for row in items if row["arm"] == arm), key=lambda row: row["rate"])
+    for arm, line in lines(rows, "rate").items():
         axes.plot([row["rate"] for row in line], [row["goodput"] for row in line], marker="o", label=arm)
     axes.axline((0, 0), slope=1, color="grey", linestyle=":", label="all in time")
     axes.set(xlabel="requests a second, sent", ylabel="requests a second, of them in time", xlim=0, ylim=0)

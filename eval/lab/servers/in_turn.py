@@ -67,6 +67,23 @@ def is_sparse(flags: list[str]) -> bool:
 
 
 @dataclass(frozen=True)
+class Server:
+    """One to be started.
+
+    Attributes:
+        name: of its rows.
+        folder: of its model.
+        flags: all of them.
+        environment: variables beside those of this process.
+    """
+
+    name: str
+    folder: Path
+    flags: list[str]
+    environment: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class LoadResult:
     """What became of a load.
 
@@ -122,24 +139,20 @@ def measured_before(record: Record, name: str) -> list[dict[str, Any]]:
 def measure(
     args: argparse.Namespace,
     command: str,
-    name: str,
-    flags: list[str],
-    folder: Path,
+    server: Server,
     record: Record,
     loads: Mapping[str, Drive],
-    environment: dict[str, str] | None = None,
+    least: int,
 ) -> list[dict[str, Any]]:
     """Start a server and run every load on it that the record lacks; the first one that it does not serve ends it.
 
     Args:
-        args: the command line: ``out``, ``start_timeout``, ``input_length`` and ``output_length``.
+        args: the command line: ``out`` and ``start_timeout``.
         command: the name of the benchmark.
-        name: of the server.
-        flags: all of its flags.
-        folder: of its model.
+        server: which.
         record: the file, whose ``item`` rows have the names of loads as ``id``.
         loads: by name, what asks for each.
-        environment: variables of the server; those of `generated_inputs.served`.
+        least: tokens of the longest request.
 
     Returns:
         The rows, earlier ones included.
@@ -147,23 +160,26 @@ def measure(
     Raises:
         EvaluationError: it does not start, or is not what it should be.
     """
+    name = server.name
     rows = measured_before(record, name)
     todo = {load: drive for load, drive in loads.items() if load not in {row["id"] for row in rows}}
     if not todo:
         return rows
     log = args.out.with_suffix(f".{name}.log")
     with ExitStack() as stack:
-        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=environment)
+        process = ServerProcess(
+            server.folder, *server.flags, log_path=log, timeout=args.start_timeout, env=server.environment
+        )
         try:
             stack.enter_context(process)
         except (RuntimeError, TimeoutError) as error:
             raise EvaluationError(f"the {name} server did not start, see {log}") from error
-        server = stack.enter_context(LiveServer(process.url))
-        expect = "auto" if is_sparse(flags) else "dense"
+        live = stack.enter_context(LiveServer(process.url))
+        expect = "auto" if is_sparse(server.flags) else "dense"
         asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
-        target = reach(asked, server, args.input_length + args.output_length)
+        target = reach(asked, live, least)
         if expect != "dense" and not target.arm.counted:
-            raise EvaluationError(f"the {name} server runs dense, although its flags ask for a method: {flags}")
+            raise EvaluationError(f"the {name} server runs dense, although its flags ask for a method: {server.flags}")
         line = shlex.join(["python", *process.command[1:]])
         record.add("server", arm=name, facts=target.facts, command=line, start_seconds=process.start_seconds)
         served = {f"served_{field}": target.facts.get(field) for field in SERVED}

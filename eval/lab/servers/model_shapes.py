@@ -238,6 +238,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model-path", help="a checkpoint")
 
 
+def folder_of(args: argparse.Namespace, scratch: Path) -> Path:
+    """The folder of the model that a command serves; that of a shape is made in `scratch`."""
+    return write(args.shape, scratch) if args.shape else Path(args.model_path)
+
+
+def load_flags(args: argparse.Namespace) -> list[str]:
+    """What a server of the model that a command serves is started with: a shape has no weights."""
+    return ["--load-format", "dummy"] if args.shape else []
+
+
 def write(name: str, folder: Path) -> Path:
     """Write ``config.json`` and a tokenizer that has a word for each id of the vocabulary.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,39 @@ BEST = "best"
 Row = Mapping[str, Any]
 
 
+def best_rows(rows: Sequence[Row], figure: str) -> dict[str, Row]:
+    """The row of each server that has most of a figure, the first of equal ones."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row["arm"] not in best or row[figure] > best[row["arm"]][figure]:
+            best[row["arm"]] = row
+    return best
+
+
+def ratio_cell(rows: Sequence[Row], load: str, figure: str) -> Callable[[Row], str]:
+    """A column: a server's ratio in the row of the load that its summary is of.
+
+    Args:
+        rows: of the file.
+        load: the field that says which load a row is of.
+        figure: of the summary.
+    """
+    ratios = {row["arm"]: row for row in rows if row["kind"] == "summary"}
+
+    def cell(row: Row) -> str:
+        mine = ratios.get(row["arm"])
+        return f"{mine[figure]:.2f}" if mine and mine[load] == row[load] else ""
+
+    return cell
+
+
+def lines(rows: Sequence[Row], load: str) -> dict[str, list[Row]]:
+    """The rows of kind ``item`` of each server, by ascending load."""
+    items = sorted((row for row in rows if row["kind"] == "item"), key=lambda row: row[load])
+    arms = dict.fromkeys(row["arm"] for row in rows if row["kind"] == "item")
+    return {arm: [row for row in items if row["arm"] == arm] for arm in arms}
+
+
 def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Each server's batch with the most requests a second, beside the dense server's.
 
@@ -27,10 +60,7 @@ def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
         For each server but the dense one, where both have rows: the row of its best batch, the dense server's figures
         with the prefix ``dense_``, and ``request_throughput_ratio`` and ``output_throughput_ratio``, its over theirs.
     """
-    best: dict[str, Row] = {}
-    for row in rows:
-        if row["arm"] not in best or row["request_throughput"] > best[row["arm"]]["request_throughput"]:
-            best[row["arm"]] = row
+    best = best_rows(rows, "request_throughput")
     dense = best.pop(DENSE, None)
     if dense is None:
         return []
@@ -46,12 +76,6 @@ def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def throughput(path: Path) -> str:
     """What servers work off, batch by batch."""
     rows = read_finished(path)
-    ratios = {row["arm"]: row for row in rows if row["kind"] == "summary"}
-
-    def ratio(row: Row) -> str:
-        mine = ratios.get(row["arm"])
-        return f"{mine['request_throughput_ratio']:.2f}" if mine and mine["batch"] == row["batch"] else ""
-
     columns: list[Column] = [
         ("server", text("arm")),
         ("at once", text("batch")),
@@ -61,7 +85,7 @@ def throughput(path: Path) -> str:
         ("TPOT, ms", number("tpot_median", 2, 1e3)),
         ("read", percent("density")),
         ("KV held of a prompt, tokens", number("held_tokens", 0)),
-        ("best, times the dense server's best", ratio),
+        ("best, times the dense server's best", ratio_cell(rows, "batch", "request_throughput_ratio")),
     ]
     return table([row for row in rows if row["kind"] == "item"], columns)
 
@@ -78,11 +102,9 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     """
     from matplotlib.figure import Figure
 
-    items = [row for row in rows if row["kind"] == "item"]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for arm in dict.fromkeys(row["arm"] for row in items):
-        line = sorted((row for row in items if row["arm"] == arm), key=lambda row: row["batch"])
+    for arm, line in lines(rows, "batch").items():
         rates = [1 / row["tpot_median"] for row in line]
         axes.plot(rates, [row["output_throughput"] for row in line], marker="o", label=arm)
         for row, rate in zip(line, rates, strict=True):
