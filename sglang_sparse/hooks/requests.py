@@ -23,6 +23,7 @@ from sglang_sparse.config.request_options import (
 from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import refusals
+from sglang_sparse.scheduler.sessions import runs_turn
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -101,9 +102,8 @@ def admit(
     settings = settings_of(scheduler.server_args)
     if settings is None:
         return original(scheduler, received, *args, **kwargs)
-    session = cast("Session | None", kwargs.get("session"))
-    if session is not None and session.streaming and session._inflight and not settings.passes_through:
-        # SGLang refuses a turn beside another one. When it drops that from the session, it takes the other for ended.
+    if not settings.passes_through and runs_turn(cast("Session | None", kwargs.get("session"))):
+        # Were the turn that SGLang refuses the session's, SGLang would take the one that runs for ended with it.
         kwargs["session"] = None
     try:
         options = _require_options(settings, scheduler, received)

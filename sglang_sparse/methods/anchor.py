@@ -72,7 +72,7 @@ class AnchorConfig(PrefillConfig):
     step: int = Field(16, ge=1, le=64, description="Query blocks that share one set of keys: a group.")
     block_size: int = Field(128, description="Queries that are pooled, and keys of the initial block: 16, 32, 64, 128.")
     calibration: dict[str, object] | None = Field(
-        None, description="Origin of theta, as `sglang_sparse.calibrate` writes it; reported."
+        None, description="Origin of theta, as `sglang_sparse.calibrate` writes it."
     )
 
     @field_validator("block_size")
@@ -130,11 +130,11 @@ class Anchor(PrefillMethod):
         theta, layers = self.config.theta, model_config.num_hidden_layers
         if isinstance(theta, list) and len(theta) != layers:
             return f"theta: got a list of {len(theta)}, allowed: a number, or one for each of its {layers} layers"
-        measured = (self.config.calibration or {}).get("sinks") is not None
-        if self.config.calibration is not None and measured != _has_sinks(model_config):
-            having = ("without", "with") if _has_sinks(model_config) else ("with", "without")
+        calibration, has_sinks = self.config.calibration, _has_sinks(model_config)
+        if calibration is not None and (calibration.get("sinks") is not None) != has_sinks:
+            other, this = ("without", "with") if has_sinks else ("with", "without")
             return (
-                f"the calibration is of a model {having[0]} attention sinks, this one is {having[1]}: theta keeps "
+                f"the calibration is of a model {other} attention sinks, this one is {this}: theta keeps "
                 f"another share of its attention; calibrate this one: {CALIBRATE}"
             )
         return None
@@ -153,8 +153,7 @@ class Anchor(PrefillMethod):
         return (
             *said,
             "anchor runs with its usual theta, which nobody chose for this model: it may leave nothing out, and then "
-            f"prefill takes longer than dense; {CALIBRATE} "
-            "finds one for --sparse-prefill-config anchor.json",
+            f"prefill takes longer than dense; {CALIBRATE} finds one for --sparse-prefill-config anchor.json",
         )
 
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:

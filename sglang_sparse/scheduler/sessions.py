@@ -17,6 +17,7 @@ from sglang_sparse.scheduler.request_state import state_of
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.session.session_controller import Session
 
 # The attribute of SGLang's SessionSlot with the radix namespace of the turn that wrote its KV.
 NAMESPACE = "sglang_sparse_namespace"
@@ -38,6 +39,11 @@ def keep_exact(original: Callable[..., bool], tree: RadixTree, request: Req) -> 
         slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, exact)
         setattr(slot, NAMESPACE, request.extra_key)
     return True
+
+
+def runs_turn(session: Session | None) -> bool:
+    """Return whether a turn of a streaming session runs, or waits, so that SGLang refuses another."""
+    return session is not None and session.streaming and session._inflight
 
 
 def continues_session(tree: RadixTree, params: MatchPrefixParams) -> bool:

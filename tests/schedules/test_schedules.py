@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,30 +176,18 @@ def test_turns_of_sessions_go_on_behind_exact_kv(tmp_path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_two_thousand_schedules_of_sessions(tmp_path) -> None:
-    flags = ["--schedules", "2000", "--block", "50", "--vary", "sessions"]
-    assert_continued(run(tmp_path / "soak.jsonl", *flags, "--workers", str(len(os.sched_getaffinity(0)))), 2000)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-def test_two_thousand_schedules_of_a_decode_server(tmp_path) -> None:
-    flags = ["--schedules", "2000", "--block", "50", "--vary", "pairs", "--workers", str(len(os.sched_getaffinity(0)))]
-    assert_transferred(run(tmp_path / "soak.jsonl", *flags), 2000)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-def test_two_thousand_schedules_of_host_memory(tmp_path) -> None:
-    flags = ["--schedules", "2000", "--block", "50", "--vary", "host", "--workers", str(len(os.sched_getaffinity(0)))]
-    assert_returned(run(tmp_path / "soak.jsonl", *flags), 2000)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-def test_two_thousand_schedules_of_drafts(tmp_path) -> None:
-    flags = ["--schedules", "2000", "--block", "50", "--vary", "drafts", "--workers", str(len(os.sched_getaffinity(0)))]
-    assert_lossless(run(tmp_path / "soak.jsonl", *flags), 2000)
+@pytest.mark.parametrize(
+    ("family", "check"),
+    [
+        ("sessions", assert_continued),
+        ("pairs", assert_transferred),
+        ("host", assert_returned),
+        ("drafts", assert_lossless),
+    ],
+)
+def test_two_thousand_schedules(tmp_path, family: str, check: Callable[[list[dict[str, Any]], int], None]) -> None:
+    flags = ["--schedules", "2000", "--block", "50", "--vary", family, "--workers", str(len(os.sched_getaffinity(0)))]
+    check(run(tmp_path / "soak.jsonl", *flags), 2000)
 
 
 @pytest.mark.soak

@@ -28,7 +28,7 @@ class Candidates(NamedTuple):
         gaps: how far the key's logit with the mean query of a block lies below the block's mean anchor, of the block
             where that is least, in natural-log units; negative infinity for the block before the group, always kept.
         mass: attention mass of the key, summed over the group's queries.
-        sinks: ``[q_heads]``, that of the attention sinks.
+        sinks: ``[q_heads]``, that of the attention sinks; 0 without any.
     """
 
     gaps: Tensor
@@ -52,14 +52,15 @@ def candidates(captured: Captured, first: int, end: int, block_size: int) -> Can
     for head in range(kv_heads):
         query = captured.query[first:end, head * group : (head + 1) * group].float().transpose(0, 1)
         query, key = query * captured.scaling, captured.key[:end, head].float()
-        mass, on_keys, anchors = key.new_zeros(group, last - block_size), key.new_zeros(group), []
+        mass, on_sinks, anchors = key.new_zeros(group, last - block_size), key.new_zeros(group), []
         sinks = None if captured.sinks is None else captured.sinks[head * group : (head + 1) * group]
         for rows in torch.arange(end - first, device=key.device).split(max(1, LOGITS // (group * end))):
             logits = query[:, rows] @ key.T
             logits[..., first:].masked_fill_(torch.arange(end - first, device=key.device) > rows[:, None], -torch.inf)
             anchors.append(torch.maximum(logits[..., :block_size].amax(-1), logits[..., first:].amax(-1)))
             weights = softmax(logits[None], sinks, inner=2)[0]
-            on_keys += weights.sum((1, 2))
+            if sinks is not None:
+                on_sinks += (1 - weights.sum(-1)).sum(1)
             mass += weights[..., block_size:last].sum(1)
         anchor, pooled = (
             torch.stack([part.mean(1) for part in rows.split(block_size, 1)], 1)
@@ -67,7 +68,7 @@ def candidates(captured: Captured, first: int, end: int, block_size: int) -> Can
         )
         gaps = (anchor[..., None] - pooled @ key[block_size:last].T).amin(1)
         gaps[:, max(0, last - 2 * block_size) :] = -torch.inf
-        found.append(Candidates(gaps, mass, end - first - on_keys))
+        found.append(Candidates(gaps, mass, on_sinks))
     return Candidates(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
@@ -81,8 +82,8 @@ class Kept:
     """The shares that each threshold of `thetas` keeps, by query head, both ``[q_heads, thresholds]`` float64.
 
     Attributes:
-        recall: share of the attention mass that falls on keys that are kept, mean over queries.
-            That of an attention sink is always kept.
+        recall: share of the attention mass that falls on keys that are kept, mean over queries. That of an attention
+            sink is always kept.
         sparsity: share of the causal query-key pairs that are left out.
         sinks: ``[q_heads]`` float64, share of the attention mass that attention sinks hold, or None.
     """

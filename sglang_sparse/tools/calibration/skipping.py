@@ -131,14 +131,14 @@ def _count(captured: Captured, found: Iterator[_Judged], factors: Sequence[float
     visited = queries = 0
     skipped: list[Tensor] = []
     lost: list[Tensor] = []
-    on_keys = 0.0
+    on_keys: list[Tensor] = []
     for mass, kept_at in found:
         left_out = ~torch.stack([kept_at(factor) for factor in factors])
         visited += left_out[0].numel()
         queries += mass[..., 0].numel()
-        on_keys += mass.sum(dtype=torch.float64).item()
+        on_keys.append(mass.sum(dtype=torch.float64))
         skipped.append(left_out.flatten(1).sum(1))
         lost.append((mass * left_out.unsqueeze(queries_dim + 1)).flatten(1).sum(1, dtype=torch.float64))
     mass = 1 - torch.stack(lost).sum(0) / queries
-    sinks = None if captured.sinks is None else 1 - on_keys / queries
+    sinks = None if captured.sinks is None else 1 - torch.stack(on_keys).sum().item() / queries
     return Skipped(visited, torch.stack(skipped).sum(0).tolist(), queries, mass.tolist(), sinks)
