@@ -49,6 +49,7 @@ from tqdm import tqdm
 
 from eval.live.client import FAILURES, LiveServer, command_line, list_of, positive
 from eval.live.counters import EvaluationError
+from eval.live.gpu_watch import SpeedRecord
 from eval.live.record import Record, this_machine
 from eval.live.runner import arguments_of
 from eval.serving import first_token
@@ -185,7 +186,7 @@ def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
     header = {"arguments": arguments_of(args) | inputs.header(), "label": args.label, **this_machine()}
     with (
         tempfile.TemporaryDirectory() as name,
-        Record(args.out, inputs.command, args.revision, **header) as record,
+        SpeedRecord(args.out, inputs.command, args.revision, **header) as record,
     ):
         bench = Bench(inputs, record, Path(name))
         for bench.chunk in args.chunked_prefill_size or [None]:

@@ -41,6 +41,7 @@ from eval.lab.servers.server_facts import allocated, machine_of
 from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, Stream, generate, request_of, stream
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
+from eval.live.gpu_watch import SpeedRecord
 from eval.live.record import Record, command_name, git_revision, read_finished
 from eval.live.tokens import random_prompts
 from eval.serving.measurement import decode_figures
@@ -184,7 +185,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         peers = read_peers(args.peer, header)
         header["peers"] = [peer.file for peer in peers]
         arms = make_arms(args, server.vocabulary_size(args.vocab), facts["sparse"] is not None)
-        with Record(args.out, COMMAND, args.revision, **header) as record:
+        with SpeedRecord(args.out, COMMAND, args.revision, **header) as record:
             for arm in (arm for arm in arms if arm.name.startswith("dense")):
                 # One by one: beside others a prompt's chunks end elsewhere, and there recurrent states are cached.
                 for prompt in tqdm(arm.prompts, desc=f"prefill of {arm.name}"):

@@ -49,6 +49,7 @@ from eval.lab.servers.deployments import (
 from eval.lab.tables.files import measured
 from eval.live.client import LiveServer, command_line, list_of, positive, request_of
 from eval.live.counters import EvaluationError, moved, require_sparse
+from eval.live.gpu_watch import SpeedRecord
 from eval.live.record import Record, this_machine
 from eval.live.tokens import random_prompts
 from eval.serving.grid import batch_flags
@@ -168,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     items: list[dict[str, Any]] = []
     failed = False
     plan = [(name, arm) for name in args.deployments for arm in (DENSE, SPARSE)]
-    with tempfile.TemporaryDirectory() as scratch, Record(args.out, COMMAND, args.revision, **header) as record:
+    with tempfile.TemporaryDirectory() as scratch, SpeedRecord(args.out, COMMAND, args.revision, **header) as record:
         folder = model_shapes.folder_of(args, Path(scratch))
         for name, arm in tqdm(plan):
             try:

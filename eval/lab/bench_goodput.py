@@ -14,9 +14,10 @@ A request is in time if its first token came within ``ttft`` milliseconds and it
 average. The goodput of a rate is that rate times the share of its requests in time: unlike the client's own figure,
 which divides by the whole run, it does not count the seconds in which the last answers end. The summary sets the best
 goodput of each sparse server beside that of the best dense one, of all rates, once every server has every rate: a run
-that was interrupted, or measured some of the servers by ``--only``, goes on with what its file lacks. If the dense
-server is best at the highest rate, it may do more, and there is no ratio. Requests that ran dense by the server's
-choice are counted (``dense_rows``), not refused: short ones are a part of the load.
+that was interrupted, or measured some of the servers by ``--only``, goes on with what its file lacks. ``--rates-of``
+gives a server rates of its own: a dense one is at its best at lower ones. If that is its highest, it may do more, and
+there is no ratio. Requests that ran dense by the server's choice are counted (``dense_rows``), not refused: short ones
+are a part of the load.
 
 Attention of dummy weights is flat, so ``--structured '{}'`` has all servers attend with generated inputs, as
 `eval.lab.bench_serving` does. ``--host-times`` says how long the host is busy in a sparse server's hooks
@@ -41,19 +42,23 @@ from eval.lab.servers.goodput import COMMAND, best_rates
 from eval.lab.servers.in_turn import (
     Server,
     add_servers,
+    add_steps,
     asked_servers,
     check_servers,
+    check_steps,
     is_sparse,
     measure,
     measured_before,
     run_load,
+    steps_of,
 )
 from eval.lab.structured.generator import read_recipe
 from eval.lab.structured.prefill import ATTEND, read_given
 from eval.lab.tables.files import measured
-from eval.live.client import command_line, list_of, positive
+from eval.live.client import command_line, positive
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, summarised, this_machine
+from eval.live.gpu_watch import SpeedRecord
+from eval.live.record import summarised, this_machine
 from eval.serving.grid import DENSE
 from eval.tasks.judge_commands import Target, client_command
 from eval.texts.lengths import length
@@ -124,10 +129,11 @@ def run(args: argparse.Namespace) -> int:
     servers = asked_servers(args)
     names = ("shape", "model_path", "requests", "groups", "longest", "output_length", "rates", "limits", "server_args")
     names += ("seed", "structured", "host_times")
-    asked = {name: getattr(args, name) for name in names} | {"server": dict(args.server)}
+    asked = {name: getattr(args, name) for name in names}
+    asked |= {"server": dict(args.server), "rates_of": dict(args.rates_of)}
     header = {"arguments": asked, "label": args.label, **this_machine()}
     own = ["--context-length", str(args.longest + args.output_length + ROOM)]
-    record = Record(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
+    record = SpeedRecord(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
     others = dict(args.server).keys() - servers.keys()
     rows = [row for other in others for row in measured_before(record, other)]
     with tempfile.TemporaryDirectory() as name, record:
@@ -136,10 +142,12 @@ def run(args: argparse.Namespace) -> int:
         paths = (str(PLUGIN), environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH"))
         timed = {"PYTHONPATH": os.pathsep.join(filter(None, paths))} if args.host_times else {}
         for server, flags in servers.items():
-            loads = {f"{server}/{rate:g}": partial(drive, args, server, rate, Path(name)) for rate in args.rates}
+            rates = steps_of(args, "rates", server)
+            loads = {f"{server}/{rate:g}": partial(drive, args, server, rate, Path(name)) for rate in rates}
             started = Server(server, folder, own + flags, environment | (timed if is_sparse(flags) else {}))
             rows += measure(args, COMMAND, started, record, loads, args.longest + args.output_length)
-        wanted = [f"{server}/{rate:g}" for server in (DENSE, *dict(args.server)) for rate in args.rates]
+        known = (DENSE, *dict(args.server))
+        wanted = [f"{server}/{rate:g}" for server in known for rate in steps_of(args, "rates", server)]
         if missing := [load for load in wanted if load not in {row["id"] for row in rows}]:
             raise EvaluationError(f"no ratio yet, {', '.join(missing)} not measured: run the same command for them")
         for row in best_rates(rows):
@@ -155,13 +163,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=positive, default=8, help="that share the first part of their prompts")
     parser.add_argument("--longest", type=length, default="128k", help="tokens of the longest prompt")
     parser.add_argument("--output-length", type=length, default="1k", help="tokens of the longest answer")
-    parser.add_argument("--rates", type=list_of(float), default=".25,.5,1", help="requests a second, ascending")
+    add_steps(parser, "rates", float, ".25,.5,1", "requests a second")
     parser.add_argument("--limits", type=read_limits, default="ttft:20000,tpot:40", help="in milliseconds, see above")
     parser.add_argument("--structured", type=json.loads, help="inputs to generate: recipe and seed, {} for its own")
     parser.add_argument("--host-times", action="store_true", help="of the hooks of sparse servers, see above")
     add_servers(parser)
     args = parser.parse_args(arguments)
-    check_servers(parser, args)
+    check_steps(parser, args, "rates", check_servers(parser, args))
     try:
         given = read_given(args.structured or {})
         read_recipe(given["recipe"])
@@ -169,8 +177,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--structured: {error}")
     if given["prefill"] != ATTEND:
         parser.error("--structured: prefill is a part of the load, leave it out")
-    if min(args.rates) <= 0 or sorted(set(args.rates)) != args.rates:
-        parser.error(f"--rates must be ascending numbers above 0, got {args.rates}")
     if args.requests % args.groups:
         parser.error(f"--requests must be a multiple of --groups ({args.groups}), got {args.requests}")
     if not any(is_sparse(shlex.split(flags)) for _, flags in args.server):

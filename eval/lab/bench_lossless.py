@@ -31,7 +31,7 @@ from eval.lab.servers.decode_peers import Peer, against, decode_backend, read_pe
 from eval.lab.servers.server_facts import machine_of
 from eval.live.client import LiveServer, Stream, command_line, generate, list_of, positive, request_of, shown, stream
 from eval.live.counters import DRAFTS_COUNTED, EvaluationError, moved
-from eval.live.record import Record
+from eval.live.gpu_watch import SpeedRecord
 from eval.live.tokens import random_prompts
 from eval.serving.measurement import decode_figures
 from eval.texts.lengths import length
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         peers = read_peers(args.dense_file, header)
         header["peers"] = [peer.file for peer in peers]
         rows = []
-        with Record(args.out, COMMAND, args.revision, **header) as record:
+        with SpeedRecord(args.out, COMMAND, args.revision, **header) as record:
             for kind in args.texts:
                 prompts = make_prompts(args, server, kind)
                 server.each(generate, [request_of(prompt, 1, DENSE) for prompt in prompts], f"prefill of {kind}")

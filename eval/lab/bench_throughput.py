@@ -26,17 +26,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.bench_serving import named
 from eval.lab.servers import model_shapes
-from eval.lab.servers.in_turn import Server, add_servers, asked_servers, check_servers, measure, run_load
+from eval.lab.servers.in_turn import (
+    Server,
+    add_servers,
+    add_steps,
+    asked_servers,
+    check_servers,
+    check_steps,
+    measure,
+    run_load,
+    steps_of,
+)
 from eval.lab.servers.server_facts import kept
 from eval.lab.servers.throughput import COMMAND, best_batches
 from eval.lab.tables.files import measured
 from eval.live.arms import MAX_DENSE_ROWS
-from eval.live.client import command_line, list_of
+from eval.live.client import command_line
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, summarised, this_machine
-from eval.serving.grid import DENSE, batch_flags
+from eval.live.gpu_watch import SpeedRecord
+from eval.live.record import summarised, this_machine
+from eval.serving.grid import batch_flags
 from eval.tasks.judge_commands import Target, serving_command
 from eval.texts.lengths import length
 
@@ -45,14 +55,9 @@ ROOM = 128
 RATES = ("duration", "request_throughput", "output_throughput", "ttft_median", "tpot_median", "itl_p99")
 
 
-def batches(args: argparse.Namespace, name: str) -> list[int]:
-    """What a server is asked at once."""
-    return dict(args.batch_of).get(name, args.batch)
-
-
 def server_flags(args: argparse.Namespace, name: str) -> list[str]:
     """What a server is started with beside its own flags."""
-    most = max(batches(args, name))
+    most = max(steps_of(args, "batch", name))
     flags = ["--context-length", str(args.input_length + args.output_length + ROOM), *batch_flags(most)]
     return [*flags, *model_shapes.load_flags(args), *shlex.split(args.server_args)]
 
@@ -105,12 +110,13 @@ def run(args: argparse.Namespace) -> int:
     asked |= {"server": dict(args.server), "batch_of": dict(args.batch_of)}
     header = {"arguments": asked, "label": args.label, **this_machine()}
     rows: list[dict[str, Any]] = []
-    record = Record(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
+    record = SpeedRecord(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
     with tempfile.TemporaryDirectory() as name, record:
         folder = model_shapes.folder_of(args, Path(name))
         for server, flags in servers.items():
             loads = {
-                f"{server}/{batch}": partial(drive, args, server, batch, Path(name)) for batch in batches(args, server)
+                f"{server}/{batch}": partial(drive, args, server, batch, Path(name))
+                for batch in steps_of(args, "batch", server)
             }
             started = Server(server, folder, server_flags(args, server) + flags)
             rows += measure(args, COMMAND, started, record, loads, args.input_length + args.output_length)
@@ -119,12 +125,7 @@ def run(args: argparse.Namespace) -> int:
             raise EvaluationError("nothing was measured on a dense and another server")
         for row in summary:
             record.add("summary", **row)
-    return int(len(rows) < sum(len(batches(args, server)) for server in servers))
-
-
-def _batches_of(text: str) -> tuple[str, list[int]]:
-    name, numbers = named(text)
-    return name, list_of(int)(numbers)
+    return int(len(rows) < sum(len(steps_of(args, "batch", server)) for server in servers))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -133,23 +134,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     model_shapes.add_arguments(parser)
     parser.add_argument("--input-length", type=length, default="32k", help="tokens of a prompt")
     parser.add_argument("--output-length", type=length, default="4k", help="tokens of an answer")
-    parser.add_argument("--batch", type=list_of(int), default="8,16,32", help="prompts at once, ascending")
-    parser.add_argument(
-        "--batch-of",
-        type=_batches_of,
-        action="append",
-        default=[],
-        metavar="NAME=LIST",
-        help=f"the same of one server, or of {DENSE}: the best batch of one that keeps less KV is another one",
-    )
+    add_steps(parser, "batch", int, "8,16,32", "prompts at once")
     add_servers(parser)
     args = parser.parse_args(arguments)
-    known = check_servers(parser, args)
-    for flag, asked in [("--batch", args.batch), *((f"--batch-of {name}", asked) for name, asked in args.batch_of)]:
-        if not asked or min(asked) < 1 or sorted(set(asked)) != asked:
-            parser.error(f"{flag} must be ascending numbers of 1 or more, got {asked}")
-    if wrong := [name for name, _ in args.batch_of if name not in known]:
-        parser.error(f"--batch-of {wrong[0]}: there is no such server; allowed: {', '.join(known)}")
+    check_steps(parser, args, "batch", check_servers(parser, args))
     return args
 
 

@@ -81,11 +81,20 @@ def test_a_run_in_parts_waits_for_its_peers(tmp_path: Path, capsys: pytest.Captu
     assert [server.name for server in FakeServer.started] == ["dense", "resa", "flashinfer"]
 
 
+def test_a_server_may_have_rates_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows = run(tmp_path, *RESA, "--rates-of", "dense=1,2")
+    assert status == 0 and [row["rate"] for row in rows if row["kind"] == "item"] == [1.0, 2.0, 1.0, 2.0, 4.0]
+    assert (rows[-1]["peer_rate"], rows[-1]["goodput_ratio"]) == (1.0, 3.0)
+    (tmp_path / "goodput.jsonl").unlink()
+    assert run(tmp_path, *RESA, "--rates-of", "dense=1")[0] == 1
+    assert "dense is best at its highest rate" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
         ((0.0, 0.0, 0.0), "no dense server answered anything in time: allow more time"),
-        ((1.0, 1.0, 1.0), "dense is best at the highest rate, and may do more: add higher rates"),
+        ((1.0, 1.0, 1.0), "dense is best at its highest rate, and may do more: add higher rates"),
     ],
 )
 def test_without_a_peak_there_is_no_ratio(
@@ -106,6 +115,7 @@ def test_without_a_peak_there_is_no_ratio(
     [
         (PEER, "--server must name a sparse server"),
         ([*RESA, "--rates", "2,1"], "--rates must be ascending numbers above 0, got [2.0, 1.0]"),
+        ([*RESA, "--rates-of", "other=1"], "--rates-of other: there is no such server; allowed: dense, resa"),
         ([*RESA, "--requests", "10", "--groups", "4"], "--requests must be a multiple of --groups (4), got 10"),
         ([*RESA, "--structured", '{"prefill": "skip"}'], "--structured: prefill is a part of the load, leave it out"),
         ([*RESA, "--structured", '{"sink": 1}'], "--structured: got {'sink': 1}"),

@@ -26,7 +26,8 @@ from eval.lab.structured.generator import read_recipe
 from eval.lab.structured.structure import Recipe
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, versions
+from eval.live.gpu_watch import SpeedRecord
+from eval.live.record import versions
 from sglang_sparse_kernels.common.timing import Replay, Run, capture, in_turn, repeated, usable
 
 StepT = TypeVar("StepT")
@@ -386,7 +387,7 @@ def write(
         The exit status.
     """
     rows: list[Row] = []
-    with Record(args.out, command, args.revision, **header) as record, torch.inference_mode():
+    with SpeedRecord(args.out, command, args.revision, **header) as record, torch.inference_mode():
         for some in measured:
             for row in some:
                 record.add("item", **row)

@@ -28,15 +28,15 @@ def best_rates(rows: Sequence[Row]) -> list[dict[str, Any]]:
         ``peer_goodput`` and ``goodput_ratio``.
 
     Raises:
-        EvaluationError: the dense servers answered nothing in time, or the best one most at the highest rate.
+        EvaluationError: the dense servers answered nothing in time, or the best one most at its highest rate.
     """
     best = best_rows(rows, "goodput")
     dense = [row for row in best.values() if not row["sparse"]]
     peer = max(dense, key=lambda row: row["goodput"])
     if not peer["goodput"]:
         raise EvaluationError("no dense server answered anything in time: allow more time")
-    if peer["rate"] == max(row["rate"] for row in rows):
-        raise EvaluationError(f"{peer['arm']} is best at the highest rate, and may do more: add higher rates")
+    if peer["rate"] == max(row["rate"] for row in rows if row["arm"] == peer["arm"]):
+        raise EvaluationError(f"{peer['arm']} is best at its highest rate, and may do more: add higher rates")
     beside = {"peer": peer["arm"], "peer_rate": peer["rate"], "peer_goodput": peer["goodput"]}
     return [
         {**row, "id": f"{arm}/{BEST}", "task": BEST, **beside, "goodput_ratio": row["goodput"] / peer["goodput"]}

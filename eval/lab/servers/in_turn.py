@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eval.bench_serving import named
-from eval.live.client import LiveServer
+from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record
 from eval.serving.grid import DENSE
@@ -54,6 +54,41 @@ def check_servers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     if not args.server or DENSE in dict(args.server) or len(dict(args.server)) < len(args.server):
         parser.error(f"--server must name servers, each once and none of them {DENSE}")
     return known
+
+
+def add_steps(
+    parser: argparse.ArgumentParser, name: str, kind: Callable[[str], float], default: str, what: str
+) -> None:
+    """The argument that says at which steps of a load servers are measured, and its form for one server alone."""
+
+    def of_one(text: str) -> tuple[str, list[float]]:
+        server, numbers = named(text)
+        return server, list_of(kind)(numbers)
+
+    parser.add_argument(f"--{name}", type=list_of(kind), default=default, help=f"{what}, ascending")
+    parser.add_argument(
+        f"--{name}-of",
+        type=of_one,
+        action="append",
+        default=[],
+        metavar="NAME=LIST",
+        help=f"the same of one server, or of {DENSE}: the best of one that does less lies elsewhere",
+    )
+
+
+def steps_of(args: argparse.Namespace, name: str, server: str) -> list[Any]:
+    """At which steps a server is measured, see `add_steps`."""
+    return dict(getattr(args, f"{name}_of")).get(server, getattr(args, name))
+
+
+def check_steps(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str, servers: Sequence[str]) -> None:
+    """End the command where steps are none, or of a server that is none."""
+    apart = getattr(args, f"{name}_of")
+    for flag, asked in [(f"--{name}", getattr(args, name)), *((f"--{name}-of {of}", asked) for of, asked in apart)]:
+        if not asked or min(asked) <= 0 or sorted(set(asked)) != asked:
+            parser.error(f"{flag} must be ascending numbers above 0, got {asked}")
+    if wrong := [of for of, _ in apart if of not in servers]:
+        parser.error(f"--{name}-of {wrong[0]}: there is no such server; allowed: {', '.join(servers)}")
 
 
 def asked_servers(args: argparse.Namespace) -> dict[str, list[str]]:
