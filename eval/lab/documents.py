@@ -227,7 +227,7 @@ def draw_pictures() -> None:
     """Draw the pictures that documents show."""
     for name, file in PICTURES.items():
         files.draw(file(), (IMAGES if name in SHOWN else DOCS) / name)
-    serving.plot(first_tokens.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
+    serving.plot(first_tokens.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), IMAGES / FIRST_TOKEN)
     quality.plot(quality.read_folder(RESULTS / "real")[QUALITY], IMAGES / f"quality-{QUALITY.lower()}")
 
 

@@ -37,7 +37,7 @@ class Gpu:
 
 def measure(path: Path, samples: int = 20) -> None:
     """Write a file whose measurement lasts for some samples of its GPU."""
-    with SpeedRecord(path, "eval.lab.bench_decode") as record:
+    with SpeedRecord(path, "eval.bench_serving") as record:
         ((_, seen),) = record._gpus
         while len(seen.clocks) < samples:
             pass
@@ -54,7 +54,7 @@ def test_a_busy_gpu_is_refused_and_a_quiet_one_waited_for(tmp_path: Path, monkey
     path = tmp_path / "run.jsonl"
     Gpu(repeat(90)).patch(monkeypatch)
     with pytest.raises(EvaluationError, match="GPU 0 is busy, 90 % of the time"):
-        SpeedRecord(path, "eval.lab.bench_decode")
+        SpeedRecord(path, "eval.bench_serving")
     assert not path.exists()
     Gpu(chain(repeat(90, 5), idle_then())).patch(monkeypatch)
     measure(path)
@@ -86,7 +86,7 @@ def test_the_power_limit_is_told_and_idle_samples_do_not_count(tmp_path: Path, m
 def test_a_real_gpu_at_work_is_seen(tmp_path: Path) -> None:
     some = torch.ones(4096, 4096, device="cuda")
     torch.cuda.synchronize()
-    with SpeedRecord(tmp_path / "run.jsonl", "eval.lab.bench_decode") as record:
+    with SpeedRecord(tmp_path / "run.jsonl", "eval.bench_serving") as record:
         seen = record._gpus[torch.cuda.current_device()][1]
         while len(seen.clocks) < 4:
             some = some @ some * 0
