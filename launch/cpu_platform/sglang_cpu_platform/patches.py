@@ -65,6 +65,10 @@ def keep_pageable(*_: Any) -> None:
     """Leave host memory as it is, which SGLang pins and unpins for a GPU."""
 
 
+def unchecked(*_: Any, **__: Any) -> None:
+    """Leave out the check of the order in which the KV canary's own kernels run, which is another kernel."""
+
+
 def no_kv_copy(pool: Any) -> None:
     """Leave out the kernel that moves KV of draft trees, which every pool compiles for speculative decoding."""
     pool._kv_copy_config = None
@@ -155,6 +159,7 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
         HookType.REPLACE,
     ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (no_kv_copy, HookType.REPLACE),
+    "sglang.srt.utils.phase_checker.SimplePhaseChecker.update": (unchecked, HookType.REPLACE),
     f"{_HOST}._cuda_host_register": (keep_pageable, HookType.REPLACE),
     f"{_HOST}._cuda_host_unregister": (keep_pageable, HookType.REPLACE),
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": (assign_slots, HookType.REPLACE),

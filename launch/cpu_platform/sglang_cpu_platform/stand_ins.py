@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,12 @@ HOST_CACHE = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first
 
 
 def install() -> None:
-    """Set what the schedulers of this process need for drafts, adapters, host memory and data-parallel attention."""
+    """Set what the schedulers of this process need.
+
+    That is for drafts, adapters, host memory, data-parallel attention, and the KV canary.
+    """
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.kv_canary.runner import canary_manager, future_tensor
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.sampler import top_p_normalize_probs_torch
@@ -25,6 +30,10 @@ def install() -> None:
     from sglang.srt.speculative import eagle_utils
 
     adapters.install()
+    canary: Any = canary_manager
+    copies: Any = future_tensor.FutureTensors
+    canary.create_device_stream = lambda _: None
+    copies.device_to_host = lambda found, d2h_stream: HostCopy(found)
     # None without a GPU, which no hook replaces: it would replace every None.
     eagle_utils.tree_speculative_sampling_target_only = speculation.sample_chain
     eagle_utils.top_k_renorm_prob = speculation.keep_top_k
@@ -45,6 +54,17 @@ def install() -> None:
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     backends: Any = AttentionBackend
     backends.get_cpu_graph_seq_len_fill_value = lambda _: 1
+
+
+class HostCopy:
+    """A copy of what the canary has found, made at once: SGLang's is pinned, and made on another stream."""
+
+    def __init__(self, found: Any):
+        self._found = copy.deepcopy(found)
+
+    def wait(self) -> Any:
+        """Return the copy."""
+        return self._found
 
 
 def copy_slots(
