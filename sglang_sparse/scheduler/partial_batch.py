@@ -27,8 +27,8 @@ BOUNDED = "bounded_lengths"
 LATER = "later_draft"
 # That of a batch of spans: what is added to each one's positions, see ``position_info``.
 SHIFTS = "position_shifts"
-# The attribute of SGLang's output of a model's last stage.
-LOGITS = "next_token_logits"
+# The attributes of SGLang's output of a model's last stage that have a row for each of the batch.
+OF_ROWS = ("next_token_logits", "hidden_states")
 # The attribute of a batch that all ranks of data-parallel attention have gathered: this rank's Rectification, or the
 # JointPass of others, or None.
 STEP = "sglang_sparse_step"
@@ -84,7 +84,7 @@ class JointPass:
 
 
 class Outputs:
-    """The outputs of a step's passes, which become one: logits in the order of rows, or what stages hand on.
+    """The outputs of a step's passes, which become one: `OF_ROWS` in the order of rows, or what stages hand on.
 
     Args:
         rows: rows of the step.
@@ -92,7 +92,7 @@ class Outputs:
 
     def __init__(self, rows: int):
         self._rows = rows
-        self._logits: torch.Tensor | None = None
+        self._found: dict[str, torch.Tensor] = {}
         self._handed: list[PPProxyTensors] = []
         self._output: ModelRunnerOutput | None = None
 
@@ -107,12 +107,13 @@ class Outputs:
             # A graph hands on its padding, too.
             self._handed.append(PPProxyTensors({name: part[:tokens] for name, part in found.tensors.items()}))
             return
-        logits = found.next_token_logits
-        assert logits is not None
-        if self._logits is None:
-            self._logits = logits.new_empty(self._rows, logits.shape[1])
-        # Copied out at once: a graph's output is overwritten by its next replay.
-        self._logits.index_copy_(0, to_device(rows, torch.int64, logits.device), logits)
+        for name in OF_ROWS:
+            part = getattr(found, name)
+            if part is None:
+                continue
+            whole = self._found.setdefault(name, part.new_empty(self._rows, part.shape[1]))
+            # Copied out at once: a graph's output is overwritten by its next replay.
+            whole.index_copy_(0, to_device(rows, torch.int64, part.device), part[: len(rows)])
 
     def joined(self) -> ModelRunnerOutput:
         """Return SGLang's output of the last pass, with those of all."""
@@ -124,7 +125,7 @@ class Outputs:
                 {name: torch.cat([part.tensors[name] for part in self._handed]) for name in first.tensors}
             )
         else:
-            setattr(output.logits_output, LOGITS, self._logits)
+            vars(output.logits_output).update(self._found)
         output.can_run_graph = False
         return output
 

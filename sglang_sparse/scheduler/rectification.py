@@ -169,7 +169,8 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     In this order, because a decode graph publishes that the step has read ``req_to_token`` before it is replayed.
 
     Returns:
-        SGLang's output of the last pass, with the logits of all rows, or what the next stage gets of all of them.
+        SGLang's output of the last pass, with logits and hidden states of all rows, or what the next stage gets of all
+        of them.
     """
     if hooked_settings_of(runner.server_args) is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
@@ -178,7 +179,9 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     step = backend.rectifying
 
     def run(view: ScheduleBatch, **handed: object) -> Any:
-        inner = _forward_batch(view, runner, forward_batch.capture_hidden_mode)
+        wanted = forward_batch.capture_hidden_mode
+        # Hidden states of a rectifying pass, too, are the newest token's alone: the others have been returned.
+        inner = _forward_batch(view, runner, wanted and min(wanted, type(wanted).LAST))
         backend.begin(inner)
         # An event of the pass before says nothing of what this one reads, which may publish none.
         runner.shared_read_done_event = None
