@@ -36,17 +36,20 @@ FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 _LORA = given("enable_lora", "lora_paths")
-_OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
-_OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
+_CANARY = other_than("kv_canary", "none")
+_ON_PREFILL = "served on a pair's prefill server without --sparse-prefill-method"
 
 _UNCOMPARED = "GPUs have been compared with SGLang's own kernels alone"
-_PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
+_PER_TOKEN = "a rectifying pass computes them anew for every token that it re-encodes, where SGLang wants each once"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
 _COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
 # All-to-alls for which SGLang pads each rank's tokens to the most that a rank has.
 PADDED = ("pplx", "deepep_v2")
 TREE_CORES = ("rust", "python")
-_OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
+_OWN_TREE = (
+    "what keeps approximate KV out of the prefix cache hooks SGLang's own tree, and another one would have to be cut, "
+    f"too; its cores: {', '.join(TREE_CORES)}"
+)
 
 
 def _foreign_core(_: object) -> str | None:
@@ -64,52 +67,76 @@ FLAG_LIMITS = (
         f"{', '.join(CHAINS)} with --sparse-method resa or dsa",
     ),
     FlagLimit(
-        "the KV canary",
-        other_than("kv_canary", "none"),
-        "it reports KV that a rectifying pass rewrites or compaction frees as damaged; not proven yet",
+        "LMCache",
+        given("enable_lmcache"),
+        "its tree stores an answer's KV before it is cut to what is exact, and takes up loads in match_prefix, where "
+        "nobody notes that they arrive; both would have to be hooked, and --enable-unified-cache-external-linker is "
+        "served",
     ),
-    FlagLimit("LMCache", given("enable_lmcache"), _OTHER_WRITER),
-    FlagLimit("FlexKV", given("enable_flexkv"), _OTHER_WRITER),
-    FlagLimit("changing PD roles", given("enable_pd_role_switch"), _OTHER_WRITER),
-    FlagLimit("external cache linker", given("enable_unified_cache_external_linker"), _OTHER_WRITER),
+    FlagLimit("FlexKV", given("enable_flexkv"), _OWN_TREE),
+    FlagLimit(
+        "changing PD roles",
+        given("enable_pd_role_switch"),
+        "which methods a server has is settled at its start; it would have to keep those of both roles",
+    ),
     FlagLimit(
         "data-parallel attention with padded experts",
         lambda args: args.moe_a2a_backend if uses_dp_attention(args) and args.moe_a2a_backend in PADDED else None,
-        "SGLang turns decode steps into dense prefills where another rank prefills",
+        "SGLang turns decode steps into dense prefills where another rank prefills, and these would have to run sparse",
     ),
     FlagLimit(
         "distributed weights",
         above_one("dwdp_size"),
-        "its ranks lend each other the weights of experts; not proven yet",
+        "a rectifying step has two passes that fetch experts' weights from other GPUs, which is not proven yet; "
+        f"{_ON_PREFILL}",
     ),
-    FlagLimit("two-batch overlap", given("enable_two_batch_overlap"), _OTHER_LOOP),
-    FlagLimit("PD multiplexing", given("enable_pdmux"), _OTHER_LOOP),
-    FlagLimit("megakernel", given("enable_nvidia_megakernel"), _OTHER_LOOP),
-    FlagLimit(
-        "metadata glue graphs",
-        environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
-        "a replay would not prepare the sparse path",
-    ),
-    FlagLimit("decode context parallelism", above_one("dcp_size"), "a rank holds only a part of each page"),
-    FlagLimit("prefill context parallelism", given("enable_prefill_cp"), "a rank holds only a part of each chunk"),
-    FlagLimit("attention context parallelism", above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
-    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
-    FlagLimit("bounded replay of windows", given("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
     FlagLimit(
         "LoRA with --enable-dp-attention",
         lambda args: uses_dp_attention(args) and _LORA(args),
-        "not proven yet; leave one of them out",
+        "the one backend of adapters that SGLang has for it needs a GPU, where it is not proven yet; leave one of them "
+        "out",
     ),
-    FlagLimit("diffusion LLM decoding", given("dllm_algorithm"), "tokens are not decoded one by one"),
-    FlagLimit("HiSparse", given("enable_hisparse"), "it is another sparse attention"),
-    FlagLimit("unified memory pool", given("enable_unified_memory"), "the summaries would not be allocated"),
     FlagLimit(
-        "page-major KV layout",
-        given("enable_page_major_kv_layout"),
-        "the kernels want a tensor of K for each layer",
+        "two-batch overlap",
+        given("enable_two_batch_overlap"),
+        "each half of a batch would need a plan and counters of its own; a backend has one of each",
     ),
-    FlagLimit("torch.compile", given("enable_torch_compile"), "the sparse and the dense graph would share one"),
-    FlagLimit("embedding serving", given("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
+    FlagLimit(
+        "PD multiplexing",
+        given("enable_pdmux"),
+        "prefill and decode run at once on two streams, and would need a plan and scratch each; a backend has one",
+    ),
+    FlagLimit(
+        "megakernel",
+        given("enable_nvidia_megakernel"),
+        "a plugin's kernel computes the whole step, and would have to take the chosen pages",
+    ),
+    FlagLimit(
+        "metadata glue graphs",
+        environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        "a replay would not prepare the sparse path, which would have to be captured, too; unset the variable",
+    ),
+    FlagLimit(
+        "decode context parallelism",
+        above_one("dcp_size"),
+        "a rank holds only a part of each page, and scores would have to be reduced over ranks",
+    ),
+    FlagLimit(
+        "prefill context parallelism",
+        lambda args: given("enable_prefill_cp")(args) or above_one("attn_cp_size")(args),
+        "a rank has only a part of each chunk's slots, and a refresh would have to take the gathered ones; "
+        f"{_ON_PREFILL}",
+    ),
+    FlagLimit(
+        "unified memory pool",
+        given("enable_unified_memory"),
+        "slots of its tables are virtual, and summaries and kernels would have to translate them",
+    ),
+    FlagLimit(
+        "torch.compile",
+        given("enable_torch_compile"),
+        "the compiled step is traced once, and a sparse and a dense graph would have to be traced apart",
+    ),
     FlagLimit("radix cache backend", given("radix_cache_backend"), _OWN_TREE),
     FlagLimit("radix tree core", _foreign_core, _OWN_TREE),
     FlagLimit(
@@ -126,16 +153,10 @@ DISAGGREGATION_LIMITS = (
         lambda args: args.speculative_algorithm,
         "drafts of a pair are not proven yet; leave it out",
     ),
-    FlagLimit("data-parallel attention", uses_dp_attention, "not proven yet; leave out --enable-dp-attention"),
-    FlagLimit("pipeline parallelism", above_one("pp_size"), "not proven yet; allowed: --pp-size 1"),
     FlagLimit(
-        "hierarchical cache",
-        lambda args: (is_decode_server(args) and args.enable_hierarchical_cache) or None,
-        "what comes back from host memory is not summarised there; leave out --enable-hierarchical-cache on the decode "
-        "server",
-    ),
-    FlagLimit(
-        "offloaded KV", given("disaggregation_decode_enable_offload_kvcache"), "it stores approximate KV for others"
+        "offloaded KV",
+        given("disaggregation_decode_enable_offload_kvcache"),
+        "it stores an answer's KV as it is written, and would have to wait until it is rectified",
     ),
     FlagLimit(
         "KV received in host memory",
@@ -204,10 +225,8 @@ RECTIFY_LIMITS = (
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit("expert-parallel all-to-all", other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
     FlagLimit("dense layers of another parallelism", given("moe_dense_tp_size"), _COUNTED_BEFORE),
-    FlagLimit("returned hidden states", given("enable_return_hidden_states", "return_hidden_states_mode"), _PER_TOKEN),
     FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_TOKEN),
-    FlagLimit("returned indexer top-k", given("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
 _TREE_OF_A_PAIR = FlagLimit(
@@ -272,7 +291,6 @@ DRAFT_LIMITS = (
     FlagLimit("returned hidden states", given("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),
     FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_DRAFT),
     FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_DRAFT),
-    FlagLimit("returned indexer top-k", given("enable_return_indexer_topk"), _PER_DRAFT),
 )
 
 # Of servers with "check_exactness".
@@ -280,10 +298,11 @@ CHECK_LIMITS = (
     _TREE_OF_A_PAIR,
     FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "it has nothing to prove"),
     FlagLimit(
-        "storage behind the hierarchical cache",
-        given("hicache_storage_backend"),
+        "storage behind the prefix cache",
+        given("hicache_storage_backend", "enable_unified_cache_external_linker"),
         "what storage puts into the prefix cache is not followed",
     ),
+    FlagLimit("the KV canary", _CANARY, "a recomputation writes tokens that the canary knows of no request"),
     FlagLimit("data-parallel attention", uses_dp_attention, "a rank cannot recompute without the others"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "a stage cannot recompute without the others"),
     FlagLimit(
@@ -300,10 +319,11 @@ COMPACT_LIMITS = (
     FlagLimit("data-parallel attention", uses_dp_attention, "a step that SGLang makes dense would read freed pages"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
     FlagLimit(
-        "hierarchical cache",
-        given("enable_hierarchical_cache"),
+        "hierarchical cache or external cache linker",
+        given("enable_hierarchical_cache", "enable_unified_cache_external_linker"),
         "it may load into the pages of a prompt before what is kept of them is copied",
     ),
+    FlagLimit("the KV canary", _CANARY, "it reports the pages that compaction copies"),
     FlagLimit(
         "streaming sessions",
         given("enable_streaming_session"),
@@ -330,10 +350,11 @@ PREFILL_LIMITS = (
         "each number of drafts has an attention backend of its own, and the counts of one would be reported",
     ),
     FlagLimit(
-        "storage behind the hierarchical cache",
-        given("hicache_storage_backend"),
+        "storage behind the prefix cache",
+        given("hicache_storage_backend", "enable_unified_cache_external_linker"),
         "SGLang looks there for the prompt's own tokens, and groups have separate keys",
     ),
+    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
     FlagLimit(
         "a prefix cache on the decode server",
         given("disaggregation_decode_enable_radix_cache"),

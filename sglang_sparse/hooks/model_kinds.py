@@ -65,6 +65,11 @@ def _most(other: str = "", reasons: Mapping[str, str] = MappingProxyType({})) ->
         ("pipeline parallelism", above_one("pp_size"), "allowed: --pp-size 1"),
         ("data-parallel attention", uses_dp_attention, "leave out --enable-dp-attention"),
         ("hierarchical cache", given("enable_hierarchical_cache"), "leave out --enable-hierarchical-cache"),
+        (
+            "external cache linker",
+            given("enable_unified_cache_external_linker"),
+            "leave out --enable-unified-cache-external-linker",
+        ),
         ("streaming sessions", given("enable_streaming_session"), "leave out --enable-streaming-session"),
         (
             "deterministic inference",

@@ -68,6 +68,14 @@ def _own_sparse_attention(model: ModelConfig) -> bool:
     return own or any(asks(config) for asks in known)
 
 
+# SGLang's table of them is inside a function. It refuses --dllm-algorithm for all others.
+_DIFFUSING = ("LLaDA2MoeModelLM", "SDARForCausalLM", "SDARMoeForCausalLM", "DiffusionGemmaForBlockDiffusion")
+
+
+def _diffuses(model: ModelConfig) -> bool:
+    return not set(_DIFFUSING).isdisjoint(model.hf_config.architectures or ())
+
+
 def _soft_cap(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
@@ -124,6 +132,7 @@ def _needs_positions(model: ModelConfig) -> bool:
 
 MODEL_LIMITS = (
     ModelLimit("encoder-only or embedding model", lambda m: not m.is_generation, "nothing is decoded"),
+    ModelLimit("diffusion language model", _diffuses, "tokens are not decoded one by one"),
     ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no separate pages"),
     ModelLimit(
         "multimodal model",

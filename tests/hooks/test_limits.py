@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import CONFIGS, write_config
+from model_configs import write_config
 from refusals import refused
 from sglang.srt.arg_groups.arg_utils import field_names
 from sglang.srt.plugins import load_plugins
@@ -19,7 +19,6 @@ from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import DRAFTERS, of
 from sglang_sparse.config.settings import build
-from sglang_sparse.hooks import model_limits
 from sglang_sparse.hooks.refusals import require_after
 from sglang_sparse.methods import registry, support
 from sglang_sparse.tools.sglang_surface import flag_limits
@@ -73,6 +72,7 @@ _OF_MOST = (
     on("pipeline parallelism", "pp_size", 2),
     Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
     on("hierarchical cache", "enable_hierarchical_cache"),
+    on("external cache linker", "enable_unified_cache_external_linker"),
     on("streaming sessions", "enable_streaming_session"),
     on("deterministic inference", "enable_deterministic_inference"),
 )
@@ -116,7 +116,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("LMCache", "enable_lmcache"),
             on("FlexKV", "enable_flexkv"),
             on("changing PD roles", "enable_pd_role_switch"),
-            on("external cache linker", "enable_unified_cache_external_linker"),
             Trigger(
                 "data-parallel attention with padded experts",
                 {"moe_a2a_backend": "pplx", "enable_dp_attention": True},
@@ -128,20 +127,12 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("metadata glue graphs", variable="SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
             on("decode context parallelism", "dcp_size", 2),
             on("prefill context parallelism", "enable_prefill_cp"),
-            on("attention context parallelism", "attn_cp_size", 2),
-            on("KV cache sharding", "enable_kv_cache_sharding"),
-            on("bounded replay of windows", "enable_encoder_swa_bounded_replay"),
+            on("prefill context parallelism", "attn_cp_size", 2),
             Trigger("LoRA with --enable-dp-attention", {"enable_lora": True, "enable_dp_attention": True}),
-            on("diffusion LLM decoding", "dllm_algorithm", "LowConfidence"),
-            on("HiSparse", "enable_hisparse"),
             on("unified memory pool", "enable_unified_memory"),
-            on("page-major KV layout", "enable_page_major_kv_layout"),
             on("torch.compile", "enable_torch_compile"),
-            on("embedding serving", "is_embedding"),
-            on("embedding serving", "prefill_only_disable_kv_cache"),
             on("radix cache backend", "radix_cache_backend", "other"),
             on("KV cache dtype", "kv_cache_dtype", "nvfp4"),
-            on("the KV canary", "kv_canary", "raise"),
             Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", value="other"),
         ),
     ),
@@ -191,11 +182,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("mixed chunk", "enable_mixed_chunk"),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
             on("dense layers of another parallelism", "moe_dense_tp_size", 1),
-            on("returned hidden states", "enable_return_hidden_states"),
-            on("returned hidden states", "return_hidden_states_mode", "last"),
             on("returned auxiliary hidden states", "enable_return_aux_hidden_states"),
             on("returned routed experts", "enable_return_routed_experts"),
-            on("returned indexer top-k", "enable_return_indexer_topk"),
         ),
     ),
     "DRAFT_LIMITS": (
@@ -226,7 +214,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("returned hidden states", "return_hidden_states_mode", "last"),
             on("returned auxiliary hidden states", "enable_return_aux_hidden_states"),
             on("returned routed experts", "enable_return_routed_experts"),
-            on("returned indexer top-k", "enable_return_indexer_topk"),
         ),
     ),
     "FINISH_LIMITS": (
@@ -245,7 +232,9 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         (
             on("--disaggregation-mode", "disaggregation_mode", "decode"),
             on("--disable-radix-cache", "disable_radix_cache"),
-            on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
+            on("storage behind the prefix cache", "hicache_storage_backend", "file"),
+            on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
+            on("the KV canary", "kv_canary", "log"),
             on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
             on("--enable-lora-overlap-loading", "enable_lora_overlap_loading"),
@@ -256,7 +245,9 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method rocketkv cannot compact with ",
         (
             on("--disaggregation-mode", "disaggregation_mode", "decode"),
-            on("hierarchical cache", "enable_hierarchical_cache"),
+            on("hierarchical cache or external cache linker", "enable_hierarchical_cache"),
+            on("hierarchical cache or external cache linker", "enable_unified_cache_external_linker"),
+            on("the KV canary", "kv_canary", "raise"),
             on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
             on("streaming sessions", "enable_streaming_session"),
@@ -269,9 +260,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method resa with --disaggregation-mode cannot run with ",
         (
             on("--speculative-algorithm", "speculative_algorithm", "EAGLE"),
-            on("data-parallel attention", "enable_dp_attention"),
-            on("pipeline parallelism", "pp_size", 2),
-            on("hierarchical cache", "enable_hierarchical_cache"),
             on("offloaded KV", "disaggregation_decode_enable_offload_kvcache"),
             on("KV received in host memory", "disaggregation_decode_host_receive_threshold", 0.5),
         ),
@@ -295,6 +283,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         (
             on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
             *LORA,
+            on("HiSparse", "enable_hisparse"),
+            on("external cache linker", "enable_unified_cache_external_linker"),
             on("returned indexer top-k", "enable_return_indexer_topk"),
             on("a page size", "page_size", 32),
             *(on("a float16 model", "dtype", name) for name in ("half", "float16")),
@@ -306,27 +296,26 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         (
             Trigger("drafts with data-parallel attention or pipeline parallelism", {"pp_size": 2} | EAGLE),
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
-            on("storage behind the hierarchical cache", "hicache_storage_backend", "file"),
+            on("storage behind the prefix cache", "hicache_storage_backend", "file"),
+            on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
+            on("KV cache sharding", "enable_kv_cache_sharding"),
             on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),
             on("multi-item scoring", "enable_mis"),
         ),
     ),
 }
-# Of ``model_configs``, by what the limit calls it. Some are refused for more than one reason.
-MODELS = {
-    "encoder-only or embedding model": ("encoder_only",),
-    "encoder-decoder model": ("encoder_decoder",),
-    "multimodal model": ("multimodal",),
-    "model that needs M-RoPE for text": ("positions_alone",),
-    "hybrid SSM or linear-attention model": ("hybrid_ssm",),
-    "model of windowed layers alone": ("windows_alone",),
-    "model with dual chunk attention": ("dual_chunk",),
-    "model whose chunks SGLang does not see": ("unseen_chunks",),
-    "model with its own sparse attention": ("own_sparse_attention",),
-    "model with several attentions a layer": ("several_attentions",),
-    "model with a soft cap on attention logits": ("soft_cap",),
-}
 CASES = [(table, trigger) for table, (_, _, triggers) in TABLES.items() for trigger in triggers]
+
+
+# What SGLang refuses by itself for each model that a method serves, but DSA's.
+BY_SGLANG = (
+    {"enable_encoder_swa_bounded_replay": True},
+    {"enable_page_major_kv_layout": True},
+    {"enable_kv_cache_sharding": True},
+    {"enable_hisparse": True},
+    {"prefill_only_disable_kv_cache": True},
+    {"dllm_algorithm": "LowConfidence"},
+)
 
 
 def limit_of(table: str, name: str) -> support.FlagLimit:
@@ -338,9 +327,27 @@ def test_no_limit_lacks_a_trigger() -> None:
     assert set(LIMITS) == set(TABLES)
     for name, (_, _, triggers) in TABLES.items():
         assert {limit.name for limit in LIMITS[name]} == {trigger.limit for trigger in triggers}, name
-    assert {limit.name for limit in model_limits.MODEL_LIMITS} == set(MODELS)
     own = {limit for name in registry.DECODE_METHODS for limit in registry.load_decode_method(name).flag_limits}
     assert own <= {limit for table in TABLES for limit in LIMITS[table]}
+
+
+@pytest.mark.parametrize("flags", BY_SGLANG, ids=lambda flags: next(iter(flags)))
+def test_what_sglang_refuses_needs_no_limit(flags: dict[str, Any], tmp_path: Path) -> None:
+    def checked() -> None:
+        args = StockServerArgs(model_path=write_config(tmp_path, "qwen3"), **flags)
+        args.resolve_once()
+        args.check_server_args()
+
+    with pytest.raises((ValueError, AssertionError, RuntimeError)):
+        checked()
+
+
+def test_a_prefill_server_without_a_prefill_method_is_sglangs(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"enable_prefill_cp": True, "cp_strategy": "zigzag", "enable_torch_compile": True}
+    args = ServerArgs(
+        model_path=write_config(tmp_path, "qwen3"), sparse_method="resa", disaggregation_mode="prefill", **flags
+    )
+    assert args.sparse_method is None and args.enable_torch_compile
 
 
 class Asked:
@@ -390,11 +397,3 @@ def test_a_flag_is_refused_after_resolution_too(model: str, triggers: tuple[Trig
     setattr(args, *next(iter(triggers[0].flags.items())))
     with refused(triggers[0].limit, triggers[0].got):
         require_after(args, build("resa", {}))
-
-
-@pytest.mark.parametrize(("limit", "name"), [(limit, name) for limit, names in MODELS.items() for name in names])
-def test_a_model_is_refused(limit: str, name: str, tmp_path: Path) -> None:
-    (found,) = (one for one in model_limits.MODEL_LIMITS if one.name == limit)
-    with refused("--model-path", CONFIGS[name]["architectures"][0]) as caught:
-        ServerArgs(model_path=write_config(tmp_path, name), sparse_method="resa")
-    assert f"{limit}: {found.reason}" in str(caught.value)

@@ -1,5 +1,6 @@
-"""KV that comes back from host memory or files: its summaries are computed again, and no token changes."""
+"""KV that comes back from host memory, files or a store: its summaries are computed again, and no token changes."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -63,4 +64,34 @@ def test_a_fresh_server_reads_what_another_one_has_stored(serve, tmp_path: Path,
             assert known["storage"] >= len(prompt) - 64
             arrived = sparse_state(server)["arrived_pages_summarised"] - before
             assert arrived * 16 == answer["meta_info"]["cached_tokens"]
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name][2] is None])
+def test_a_fresh_server_reads_what_is_linked(serve, tmp_path: Path, name: str) -> None:
+    """Answers too, as far as they are exact, so that a second turn goes on behind them."""
+    method, config, _ = METHODS[name]
+    model, page = model_of(name)
+    found = {"linker": "FolderLinker", "linker_module_path": "folder_linker"}
+    linked = json.dumps({**found, "linker_extra_config": {"folder": str(tmp_path)}})
+    flags = ("--max-total-tokens", "2048", "--context-length", "2048", "--chunked-prefill-size", "512")
+    flags += ("--page-size", page, "--dtype", "float32", "--enable-unified-cache-external-linker")
+    flags += ("--unified-cache-external-linker-backend", "dynamic", "--unified-cache-external-linker-config", linked)
+    options: dict[str, Any] = {"method": method, "config": {**config, "check_exactness": False}}
+    with serve(model, *flags, **options) as server:
+        cold = [ask(server, prompt) for prompt in PROMPTS]
+        assert sparse_state(server)["arrived_pages_summarised"] == 0
+    with serve(model, *flags, **options) as server:
+        for prompt, expected in zip(PROMPTS, cold, strict=True):
+            answer = ask(server, prompt)
+            assert_same(answer, expected)
+            assert answer["meta_info"]["cached_tokens"] >= len(prompt) - int(page)
+        known = sum(len(prompt[:-1]) // int(page) for prompt in PROMPTS)
+        assert sparse_state(server)["arrived_pages_summarised"] == (0 if method in WITHOUT_ENTRIES else known)
+        turn = [*PROMPTS[0], *cold[0]["output_ids"], 11, 12]
+        second = ask(server, turn)
+        server.flush_cache()
+        for path in tmp_path.iterdir():
+            path.unlink()
+        assert_same(second, ask(server, turn))
         assert_nothing_leaked(server)

@@ -1,5 +1,6 @@
 """A prefill and a decode server: prompts that the other one prefilled, as they are on one server."""
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import approximate
 import checkpoints
 import folder_transfer
 import pytest
@@ -20,6 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), re
 FLAGS = ("--max-total-tokens", "8192", "--context-length", "2048", "--chunked-prefill-size", "512")
 FLAGS += ("--dtype", "float32")
 PROMPTS = random_prompts(11, (900, 700, 801, 12, 930), 1000)
+RANKS = (("--pp-size", "2"), ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention"))
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -34,18 +37,25 @@ def server_of(name: str, **fields: Any) -> tuple[Path, tuple[str, ...], dict[str
 
 @contextmanager
 def pair(
-    serve: Any, folder: Path, name: str, *more: str, env: dict[str, str] | None = None, **fields: Any
+    serve: Any,
+    folder: Path,
+    name: str,
+    *more: str,
+    env: dict[str, str] | None = None,
+    ranks: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Iterator[tuple[Ask, ServerProcess]]:
     """A prefill and a decode server with the same sparse flags; yields what asks both, and the decode server.
 
     Args:
         more: flags of the decode server.
         env: of the decode server.
+        ranks: flags of both servers.
         fields: of the decode method's config.
     """
     model, flags, options = server_of(name, **fields)
     both = folder_transfer.install(folder)
-    flags += ("--disaggregation-transfer-backend", "mori", "--disaggregation-mode")
+    flags += (*ranks, "--disaggregation-transfer-backend", "mori", "--disaggregation-mode")
     with (
         # SGLang's prefill servers overlap by events of CUDA.
         serve(model, *flags, "prefill", "--disable-overlap-schedule", **options, env=both) as first,
@@ -117,6 +127,20 @@ def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path
             assert_same(ask_both(prompt), answer)
 
 
+@pytest.mark.parametrize("name", ["resa", "robsa", "skip_softmax"])
+def test_a_decode_server_takes_prompts_back_from_host_memory(serve, tmp_path: Path, name: str) -> None:
+    model, flags, options = server_of(name)
+    with serve(model, *flags, **options) as server:
+        expected = [ask(server, prompt) for prompt in PROMPTS]
+    # Two of the prompts fill the KV pool.
+    more = ("--max-total-tokens", "2048", "--disaggregation-decode-enable-radix-cache", "--enable-hierarchical-cache")
+    with pair(serve, tmp_path, name, *more, "--hicache-ratio", "6") as (ask_both, _):
+        for prompt, answer in zip(PROMPTS * 2, expected * 2, strict=True):
+            assert_same(ask_both(prompt), answer)
+    known = [pickle.loads(path.read_bytes()) for path in (tmp_path / "transfers").glob("*.asked")]
+    assert sum(known) > sum(len(prompt) - 64 for prompt in PROMPTS)
+
+
 @pytest.mark.parametrize("name", ["resa", "resa and anchor", "rocketkv"])
 def test_both_servers_compute_with_a_requests_adapter(serve, tmp_path: Path, monkeypatch, name: str) -> None:
     names = (None, "a", "b")
@@ -131,3 +155,22 @@ def test_both_servers_compute_with_a_requests_adapter(serve, tmp_path: Path, mon
         for place, prompt in enumerate(PROMPTS[:2]):
             for one in names:
                 assert_same(ask_both(prompt, lora_path=one), expected[one][place])
+
+
+@pytest.mark.parametrize("name", ["resa", "resa and anchor", "robsa", "skip_softmax"])
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda flags: flags[0])
+def test_ranks_of_a_pair_answer_as_one_server_does(
+    serve, tmp_path: Path, monkeypatch, name: str, ranks: tuple[str, ...]
+) -> None:
+    """Replicas of attention, or stages, on both servers; one prompt at a time, as rows are rectified together."""
+    model = checkpoints.untied(model_of(name)[0], tmp_path)
+    monkeypatch.setitem(globals(), "model_of", lambda name: (model, approximate.model_of(name)[1]))
+    _, flags, options = server_of(name, rectify_interval=16)
+    with serve(model, *flags, **options) as server:
+        expected = [ask(server, prompt) for prompt in PROMPTS]
+    with pair(serve, tmp_path, name, ranks=ranks, rectify_interval=16) as (ask_both, decode):
+        for prompt, answer in zip(PROMPTS, expected, strict=True):
+            assert_same(ask_both(prompt), answer)
+        states = [state["sparse"] for state in decode.server_info()["internal_states"]]
+        assert sum(state["rectified_tokens"] for state in states) > 0
+        assert all(state["arrived_pages_summarised"] > 0 or name == "skip_softmax" for state in states)

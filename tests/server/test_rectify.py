@@ -5,10 +5,22 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import approximate
 import pytest
 from server_load import TOKENS as LOAD_TOKENS
 from server_load import chaos
-from server_requests import assert_exact, assert_nothing_leaked, greedy, logprobs, read_logprobs, sparse_state, spent
+from server_requests import (
+    ask_all,
+    assert_exact,
+    assert_nothing_leaked,
+    greedy,
+    logprobs,
+    random_prompts,
+    read_logprobs,
+    sparse_state,
+    spent,
+)
+from window_checkpoints import random_windowed
 
 from launch.server import ServerProcess
 
@@ -18,6 +30,7 @@ CHUNKS = ("--chunked-prefill-size", "512")
 EVERYTHING = {"active_ratio": 1.0, "dense_fallback": "never", "check_exactness": True}
 # What a single request asks for on such a server.
 SPARSE = {"active_ratio": 0.1}
+CANARY = ("--kv-canary-real-data", "all", "--kv-canary-sweep-interval", "16", "--kv-canary")
 
 
 def ask(server: ServerProcess, prompt: list[int], tokens: int, options: dict[str, Any] | None = None, **kwargs: Any):
@@ -212,3 +225,54 @@ def test_under_retractions_and_aborts_what_finishes_equals_a_quiet_run(server, s
     load = chaos(serve, checkpoint, sixteen, {**EVERYTHING, "rectify_interval": 8}, seconds=12.0)
     for index, output in load.finished:
         assert output == quiet[index], f"prompt {index} of {len(load.finished)} finished ones"
+
+
+@pytest.mark.long
+def test_hidden_states_are_those_of_each_generated_token(serve) -> None:
+    """Of rows that ask for them and rows that do not, in shared rectifying passes."""
+    asked = [(prompt, states) for prompt in random_prompts(11, (300, 50), 1000) for states in (True, False)]
+    model, found = approximate.model_of("resa")[0], []
+    for config in (None, {**EVERYTHING, "rectify_interval": 7}):
+        with (
+            serve(model, *CHUNKS, "--dtype", "float32", "--enable-return-hidden-states", config=config) as server,
+            ThreadPoolExecutor(len(asked)) as pool,
+        ):
+            found.append([*pool.map(lambda one: ask(server, one[0], 24, return_hidden_states=one[1]), asked)])
+            assert config is None or sparse_state(server)["rectified_tokens"] > 0
+            assert_nothing_leaked(server)
+    for (_, wanted), dense, sparse in zip(asked, *found, strict=True):
+        assert sparse["output_ids"] == dense["output_ids"]
+        of_each = [answer["meta_info"].get("hidden_states") for answer in (dense, sparse)]
+        assert wanted == all(of_each) == any(of_each)
+        if wanted:
+            # The first has those of the prompt, but for what the prefix cache had of it.
+            for one, other in zip(*(states[1:] for states in of_each), strict=True):
+                assert one == pytest.approx(other, abs=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["resa and anchor", "rocketkv", "skip_softmax", "windows"])
+def test_the_canary_finds_no_damage(serve, name: str, tmp_path) -> None:
+    """What is rewritten by a rectifying pass, and read by the next turn."""
+    method, config, prefill = approximate.METHODS["resa" if name == "windows" else name]
+    model = random_windowed(tmp_path, "Mellum", 64) if name == "windows" else approximate.model_of(name)[0]
+    unchecked, config = {"check_exactness": False}, {**config, "check_exactness": False, "rectify_interval": 7}
+    flags = ("--max-total-tokens", "4096", "--context-length", "1024", *CHUNKS, "--dtype", "float32", *CANARY, "raise")
+    with serve(model, *flags, method=method, config=config, prefill=prefill and prefill | unchecked) as server:
+        prompts = random_prompts(11, (300, 200, 401, 50), 1000)
+        answers = ask_all(server, prompts, 24)
+        turns = [[*prompt, *one["output_ids"], 11] for prompt, one in zip(prompts, answers, strict=True)]
+        assert any(answer["meta_info"]["cached_tokens"] for answer in ask_all(server, turns, 12))
+        assert sparse_state(server)["rectified_tokens"] > 0
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+def test_the_canary_finds_what_else_is_written(serve, sixteen) -> None:
+    env = {"SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB": "1.0", "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS": "10"}
+    env["SGLANG_KV_CANARY_PERTURB_TARGET_GROUP"] = "full"
+    config = {**EVERYTHING, "rectify_interval": 7, "check_exactness": False}
+    flags = ("--max-total-tokens", "4096", *CHUNKS, *CANARY, "log")
+    with serve(approximate.model_of("resa")[0], *flags, config=config, env=env) as server:
+        greedy(server, sixteen[:2])
+        assert "KV cache canary violation detected" in server.log()

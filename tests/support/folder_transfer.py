@@ -1,7 +1,8 @@
 """A transfer of KV between a prefill and a decode server of this machine's CPU, through files: for tests of pairs.
 
 It takes the place of SGLang's "mori" backend. The decode server writes what it has of a prompt, the prefill server
-answers with the rest: the bytes of each page and layer, and the request's row of metadata.
+answers with the rest: the bytes of each page and layer, and the request's row of metadata. Stages of one server meet
+those of the other.
 """
 
 import ctypes
@@ -23,7 +24,12 @@ BACKEND = TransferBackend.MORI
 
 
 def file_of(manager: "Manager", room: int, part: str) -> Path:
-    return Path(os.environ[FOLDER]) / f"{room}-{manager.kv_args.engine_rank}.{part}"
+    return Path(os.environ[FOLDER]) / f"{room}-{manager.kv_args.pp_rank}.{part}"
+
+
+def asked_for(manager: "Manager", room: int) -> Path | None:
+    """What a stage of the decode server has of a prompt: the others have as much, and may say so later."""
+    return next(file_of(manager, room, "asked").parent.glob(f"{room}-*.asked"), None)
 
 
 def write(path: Path, value: object) -> None:
@@ -45,7 +51,7 @@ def pages_of(args: KVArgs, page: int) -> list[Any]:
 
 
 class Everywhere:
-    """The one rank of any prefill server."""
+    """The one rank of any prefill server: which of several has a prompt, its room says."""
 
     def get(self, _: str) -> SimpleNamespace:
         return SimpleNamespace(dp_size=1)
@@ -63,12 +69,14 @@ class Sender(FakeKVSender):
         self.pages: list[int] = []
 
     def poll(self) -> int:
-        if self.conclude_state is None and not file_of(self.kv_mgr, self.bootstrap_room, "asked").exists():
+        if self.conclude_state is None and asked_for(self.kv_mgr, self.bootstrap_room) is None:
             return KVPoll.Bootstrapping
         return super().poll()
 
     def pop_decode_prefix_len(self) -> int:
-        return pickle.loads(file_of(self.kv_mgr, self.bootstrap_room, "asked").read_bytes())
+        found = asked_for(self.kv_mgr, self.bootstrap_room)
+        assert found is not None
+        return pickle.loads(found.read_bytes())
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         super().init(num_kv_indices, aux_index)

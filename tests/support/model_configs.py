@@ -133,6 +133,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 256, "num_heads": 2},
         "language_model_only": True,
     },
+    "diffusion": {**_SIZES, "architectures": ["SDARForCausalLM"], "model_type": "qwen3", "head_dim": 64},
     "soft_cap": {
         **_SIZES,
         "architectures": ["Gemma2ForCausalLM"],

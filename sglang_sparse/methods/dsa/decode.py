@@ -65,6 +65,12 @@ INDEXER_LIMITS = (
         given("enable_lora", "lora_paths"),
         """this project's kernels are not proven with adapters; allowed: {"implementation": "native"}""",
     ),
+    FlagLimit("HiSparse", given("enable_hisparse"), "it is another sparse attention"),
+    FlagLimit(
+        "external cache linker",
+        given("enable_unified_cache_external_linker"),
+        "that its store keeps the indexer's keys is not proven",
+    ),
     FlagLimit("returned indexer top-k", given("enable_return_indexer_topk"), "what is chosen is not reported"),
     FlagLimit(
         "a page size",
