@@ -42,7 +42,10 @@ _ON_PREFILL = "served on a pair's prefill server without --sparse-prefill-method
 _UNCOMPARED = "GPUs have been compared with SGLang's own kernels alone"
 _PER_TOKEN = "a rectifying pass computes them anew for every token that it re-encodes, where SGLang wants each once"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
-_COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
+_COUNTED_BEFORE = (
+    "SGLang counts the tokens of a step before it is divided, and each pass would have to be counted as those of "
+    "data-parallel attention are; not proven yet"
+)
 # All-to-alls for which SGLang pads each rank's tokens to the most that a rank has.
 PADDED = ("pplx", "deepep_v2")
 TREE_CORES = ("rust", "python")
@@ -215,11 +218,6 @@ RECTIFY_LIMITS = (
         "data-parallel attention whose ranks do not gather before a step",
         lambda args: uses_dp_attention(args) and environment(*_NO_GATHER)(args),
         "ranks rectify together; unset the variable",
-    ),
-    FlagLimit(
-        "data-parallel attention with pipeline parallelism",
-        lambda args: uses_dp_attention(args) and above_one("pp_size")(args),
-        "not proven yet; allowed: --pp-size 1",
     ),
     FlagLimit("lossless decoding", lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),

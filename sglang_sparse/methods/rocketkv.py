@@ -27,7 +27,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.roles import Prompts, PromptSelector
-from sglang_sparse.methods.support import Architecture, FlagLimit, given, refuse_sizes
+from sglang_sparse.methods.support import Architecture, FlagLimit, above_one, given, refuse_sizes
 from sglang_sparse.methods.views import attention_bytes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
@@ -49,6 +49,15 @@ WINDOW_LIMITS = (
         given("disaggregation_decode_enable_radix_cache"),
         "the last tokens of a prompt are encoded again there, in pages that others would share; leave out "
         "--disaggregation-decode-enable-radix-cache",
+    ),
+    FlagLimit(
+        "several ranks on the decode server",
+        lambda args: (
+            (args.enable_dp_attention or above_one("attn_dp_size")(args) or above_one("pp_size")(args))
+            if args.disaggregation_mode == "decode"
+            else None
+        ),
+        "the last tokens of a prompt are encoded again there, in a pass that the other ranks would have to run along",
     ),
 )
 

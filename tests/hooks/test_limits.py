@@ -178,7 +178,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
                 {"enable_dp_attention": True},
                 "SGLANG_SCHEDULER_SKIP_ALL_GATHER",
             ),
-            Trigger("data-parallel attention with pipeline parallelism", {"pp_size": 2, "enable_dp_attention": True}),
             on("mixed chunk", "enable_mixed_chunk"),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
             on("dense layers of another parallelism", "moe_dense_tp_size", 1),
@@ -267,7 +266,13 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
     "WINDOW_LIMITS": (
         {"sparse_method": "rocketkv"},
         "--sparse-method rocketkv cannot run with ",
-        (on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),),
+        (
+            on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),
+            Trigger(
+                "several ranks on the decode server", {"enable_dp_attention": True, "disaggregation_mode": "decode"}
+            ),
+            Trigger("several ranks on the decode server", {"pp_size": 2, "disaggregation_mode": "decode"}),
+        ),
     ),
     **{
         kind: (
@@ -307,17 +312,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
 CASES = [(table, trigger) for table, (_, _, triggers) in TABLES.items() for trigger in triggers]
 
 
-# What SGLang refuses by itself for each model that a method serves, but DSA's.
-BY_SGLANG = (
-    {"enable_encoder_swa_bounded_replay": True},
-    {"enable_page_major_kv_layout": True},
-    {"enable_kv_cache_sharding": True},
-    {"enable_hisparse": True},
-    {"prefill_only_disable_kv_cache": True},
-    {"dllm_algorithm": "LowConfidence"},
-)
-
-
 def limit_of(table: str, name: str) -> support.FlagLimit:
     (found,) = (limit for limit in LIMITS[table] if limit.name == name)
     return found
@@ -329,17 +323,6 @@ def test_no_limit_lacks_a_trigger() -> None:
         assert {limit.name for limit in LIMITS[name]} == {trigger.limit for trigger in triggers}, name
     own = {limit for name in registry.DECODE_METHODS for limit in registry.load_decode_method(name).flag_limits}
     assert own <= {limit for table in TABLES for limit in LIMITS[table]}
-
-
-@pytest.mark.parametrize("flags", BY_SGLANG, ids=lambda flags: next(iter(flags)))
-def test_what_sglang_refuses_needs_no_limit(flags: dict[str, Any], tmp_path: Path) -> None:
-    def checked() -> None:
-        args = StockServerArgs(model_path=write_config(tmp_path, "qwen3"), **flags)
-        args.resolve_once()
-        args.check_server_args()
-
-    with pytest.raises((ValueError, AssertionError, RuntimeError)):
-        checked()
 
 
 def test_a_prefill_server_without_a_prefill_method_is_sglangs(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
-"""Every limit of the table of models refuses those that it is there for."""
+"""Every limit of the table of models refuses those that it is there for, and SGLang flags that are for others alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_configs import CONFIGS, write_config
 from refusals import refused
 from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs as StockServerArgs
 
 load_plugins()
 
@@ -28,6 +30,15 @@ MODELS = {
     "model with several attentions a layer": ("several_attentions",),
     "model with a soft cap on attention logits": ("soft_cap",),
 }
+# What SGLang refuses by itself for each model that a method serves, but DSA's.
+BY_SGLANG = (
+    {"enable_encoder_swa_bounded_replay": True},
+    {"enable_page_major_kv_layout": True},
+    {"enable_kv_cache_sharding": True},
+    {"enable_hisparse": True},
+    {"prefill_only_disable_kv_cache": True},
+    {"dllm_algorithm": "LowConfidence"},
+)
 
 
 def test_no_limit_lacks_a_model() -> None:
@@ -40,3 +51,14 @@ def test_a_model_is_refused(limit: str, name: str, tmp_path: Path) -> None:
     with refused("--model-path", CONFIGS[name]["architectures"][0]) as caught:
         ServerArgs(model_path=write_config(tmp_path, name), sparse_method="resa")
     assert f"{limit}: {found.reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", BY_SGLANG, ids=lambda flags: next(iter(flags)))
+def test_what_sglang_refuses_needs_no_limit(flags: dict[str, Any], tmp_path: Path) -> None:
+    def checked() -> None:
+        args = StockServerArgs(model_path=write_config(tmp_path, "qwen3"), **flags)
+        args.resolve_once()
+        args.check_server_args()
+
+    with pytest.raises((ValueError, AssertionError, RuntimeError)):
+        checked()

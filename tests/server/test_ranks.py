@@ -140,7 +140,8 @@ def test_rows_of_micro_batches_keep_their_places(serve, monkeypatch: pytest.Monk
     model = untied(model_of("resa"), tmp_path)
     with started(serve, "resa", model=model) as server:
         expected = [server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS]
-    for flags in (("--pp-size", "2"), ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")):
+    ranks, stages = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), ("--pp-size", "2")
+    for flags in (stages, ranks, (*ranks, *stages)):
         with started(serve, "resa", *flags, model=model) as server:
             assert_same(server.generate(input_ids=PROMPTS * 3, **ASKED), expected * 3)
             assert all(state["rectified_tokens"] > 0 for state in states(server))
