@@ -218,8 +218,8 @@ def test_arguments_with_a_method_are_judged(tmp_path: Path, capsys: pytest.Captu
     assert check.main(["--model-path", model, "--sparse-method", "resa"]) == 0
     assert '"active_ratio": 0.1' in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        check.main(["--model-path", model, "--sparse-method", "resa", "--enable-hisparse"])
-    assert "cannot run with HiSparse" in capsys.readouterr().err
+        check.main(["--model-path", model, "--sparse-method", "resa", "--enable-pdmux"])
+    assert "cannot run with PD multiplexing" in capsys.readouterr().err
 
 
 def test_a_server_that_decodes_losslessly_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
