@@ -160,7 +160,7 @@ def test_a_start_takes_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("further", "status", "said"),
     [
-        (["--enable-hisparse"], 1, "--sparse-method resa cannot run with HiSparse"),
+        (["--enable-pdmux"], 1, "--sparse-method resa cannot run with PD multiplexing"),
         (["--page-size", "64"], 1, "the server's page size is 64 and the config's is 16"),
         (["--sparse-config", '{"active_ratio": 2}'], 1, "active_ratio: got 2; Input should be less than or equal to 1"),
         (["--sparse-config", "none.json"], 1, "cannot read 'none.json'"),
