@@ -48,7 +48,7 @@ from eval.lab.servers.in_turn import (
     check_steps,
     is_sparse,
     measure,
-    measured_before,
+    open_file,
     run_load,
     steps_of,
 )
@@ -57,8 +57,6 @@ from eval.lab.structured.prefill import ATTEND, read_given
 from eval.lab.tables.files import measured
 from eval.live.client import command_line, positive
 from eval.live.counters import EvaluationError
-from eval.live.gpu_watch import SpeedRecord
-from eval.live.record import summarised, this_machine
 from eval.serving.grid import DENSE
 from eval.tasks.judge_commands import Target, client_command
 from eval.texts.lengths import length
@@ -131,11 +129,8 @@ def run(args: argparse.Namespace) -> int:
     names += ("seed", "structured", "host_times")
     asked = {name: getattr(args, name) for name in names}
     asked |= {"server": dict(args.server), "rates_of": dict(args.rates_of)}
-    header = {"arguments": asked, "label": args.label, **this_machine()}
     own = ["--context-length", str(args.longest + args.output_length + ROOM)]
-    record = SpeedRecord(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
-    others = dict(args.server).keys() - servers.keys()
-    rows = [row for other in others for row in measured_before(record, other)]
+    record, rows = open_file(args, COMMAND, asked)
     with tempfile.TemporaryDirectory() as name, record:
         folder, inputs, environment = served(args, Path(name))
         own += inputs + shlex.split(args.server_args)

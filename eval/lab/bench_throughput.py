@@ -10,7 +10,7 @@ on any server. A row has what the client says of the whole run, prefill and wait
 second, and the time to the first token and per further one. Seconds everywhere. Of a method that keeps a part of a
 prompt it has what became of the prompts (``kept`` of ``/server_info``), and of requests that let go of theirs how many
 tokens of its KV they held from then on. A run that was interrupted goes on with the batches that its file lacks;
-``--only`` measures some of the servers, where there is no time for all.
+``--only`` measures some of the servers; a later run adds others.
 
 The summary sets each server's best batch beside the dense server's best one. ``eval.lab.documents FILE --out FOLDER``
 draws tokens a second of the server over those of a user, for all batches: what a batch costs one and gives the other.
@@ -35,6 +35,7 @@ from eval.lab.servers.in_turn import (
     check_servers,
     check_steps,
     measure,
+    open_file,
     run_load,
     steps_of,
 )
@@ -44,8 +45,6 @@ from eval.lab.tables.files import measured
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import command_line
 from eval.live.counters import EvaluationError
-from eval.live.gpu_watch import SpeedRecord
-from eval.live.record import summarised, this_machine
 from eval.serving.grid import batch_flags
 from eval.tasks.judge_commands import Target, serving_command
 from eval.texts.lengths import length
@@ -108,9 +107,7 @@ def run(args: argparse.Namespace) -> int:
     names = ("shape", "model_path", "input_length", "output_length", "batch", "server_args", "seed")
     asked = {name: getattr(args, name) for name in names}
     asked |= {"server": dict(args.server), "batch_of": dict(args.batch_of)}
-    header = {"arguments": asked, "label": args.label, **this_machine()}
-    rows: list[dict[str, Any]] = []
-    record = SpeedRecord(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
+    record, rows = open_file(args, COMMAND, asked)
     with tempfile.TemporaryDirectory() as name, record:
         folder = model_shapes.folder_of(args, Path(name))
         for server, flags in servers.items():
@@ -125,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
             raise EvaluationError("nothing was measured on a dense and another server")
         for row in summary:
             record.add("summary", **row)
-    return int(len(rows) < sum(len(steps_of(args, "batch", server)) for server in servers))
+    known = {row["id"] for row in rows}
+    return int(any(f"{server}/{batch}" not in known for server in servers for batch in steps_of(args, "batch", server)))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

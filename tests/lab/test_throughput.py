@@ -18,7 +18,7 @@ SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"evic
 # KV tokens of a prompt that a request holds which has let go of it.
 HELD = 2096
 # Requests a second by server and batch: the dense one is best at 16.
-RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}, "compact": {8: 0.15, 16: 0.25, 32: 0.375}}
+RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}} | dict.fromkeys(("compact", "other"), {8: 0.15, 16: 0.25, 32: 0.375})
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         more = {"request_throughput": rate, "output_throughput": 256 * rate, "duration": batch / rate}
         Path(after(command, "--output-file")).write_text(json.dumps(result(32768, batch, 0.01 * batch, **more)))
 
-    monkeypatch.setattr(FakeServer, "step", {"dense": 0.01, "compact": 0.01})
-    monkeypatch.setattr(FakeServer, "pool", {"dense": 10**6, "compact": 10**6})
+    monkeypatch.setattr(FakeServer, "step", dict.fromkeys(RATES, 0.01))
+    monkeypatch.setattr(FakeServer, "pool", dict.fromkeys(RATES, 10**6))
     install_in_turn(monkeypatch, run_judge)
     return found
 
@@ -119,6 +119,10 @@ def test_a_run_in_parts(tmp_path: Path, servers: list[list[str]], monkeypatch: p
     status, rows = run(tmp_path, *two, "--only", "compact")
     assert status == 0 and len(servers) == 6
     assert [(row["arm"], row["batch"]) for row in rows if row["kind"] == "summary"] == [("compact", 32)]
+    # The second one goes on with a file that has a summary of the first.
+    status, rows = run(tmp_path, *two, "--only", "other")
+    assert status == 0 and len(servers) == 9
+    assert {row["arm"] for row in rows if row["kind"] == "summary"} == {"compact", "other"}
 
 
 def test_it_is_goal_e4(tmp_path: Path) -> None:

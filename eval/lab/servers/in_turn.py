@@ -17,7 +17,8 @@ from tqdm import tqdm
 from eval.bench_serving import named
 from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
-from eval.live.record import Record
+from eval.live.gpu_watch import SpeedRecord
+from eval.live.record import Record, read_rows, summarised, this_machine
 from eval.serving.grid import DENSE
 from eval.tasks.judge_commands import Target, reach, run_judge, serving_rows
 from launch.server import ServerProcess
@@ -163,6 +164,31 @@ def run_load(command: list[str], target: Target, path: Path, log: Path) -> LoadR
     if failed:
         raise EvaluationError(f"{len(failed)} of {len(items)} requests failed, the first: {failed[0]}")
     return LoadResult(items, summary | {name: result[name] for name in GOODPUT if name in result}, before, counters())
+
+
+def open_file(
+    args: argparse.Namespace, command: str, asked: Mapping[str, Any]
+) -> tuple[SpeedRecord, list[dict[str, Any]]]:
+    """Open the file of a benchmark, which goes on with one that is not complete.
+
+    It is complete with a summary in which every server of ``--server`` has a row.
+
+    Args:
+        args: the command line.
+        command: the name of the benchmark.
+        asked: the arguments that the results depend on.
+
+    Returns:
+        The file, and the rows of the servers that ``--only`` leaves out.
+
+    Raises:
+        EvaluationError: the file holds other results, or a GPU is busy.
+    """
+    arms = {row.get("arm") for row in read_rows(args.out)} if summarised(args.out) else set()
+    header = {"arguments": asked, "label": args.label, **this_machine()}
+    record = SpeedRecord(args.out, command, args.revision, resume=not arms >= dict(args.server).keys(), **header)
+    others = dict(args.server).keys() - set(args.only)
+    return record, [row for other in others for row in measured_before(record, other)]
 
 
 def measured_before(record: Record, name: str) -> list[dict[str, Any]]:
