@@ -32,6 +32,7 @@ from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner
 from sglang_sparse.config import arguments
 from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.layers import parse_layers
+from sglang_sparse.methods.support import soft_cap
 from sglang_sparse.methods.views import BatchView
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ class SparseAttentionBackend(DelegatingBackend):
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             if device.type == "cuda":
                 parameters = runner.model.named_parameters()
-                self.prefill.warm_up(runner.dtype, next((of for name, of in parameters if name.endswith(SINKS)), None))
+                sinks = next((of for name, of in parameters if name.endswith(SINKS)), None)
+                self.prefill.warm_up(runner.dtype, sinks, soft_cap(runner.model_config))
             logger.info("sglang_sparse: %s", self.prefill.describe(model.num_layers))
         self.exact_states = make_copies(runner.req_to_token_pool, settings)
         self.keeps = make_paths(self.groups.methods, self._pools, runner, model)

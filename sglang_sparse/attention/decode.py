@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -156,8 +156,9 @@ class DecodePath:
         k_scale, v_scale = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
         if isinstance(method, AttendsItself):
             scales = (layer.scaling, k_scale, v_scale)
-            # Methods of others may not know sinks, which few models have.
-            more = {} if sinks is None else {"sinks": sinks}
+            # Methods of others may know neither sinks nor soft caps, which few models have.
+            more: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+            more |= {"soft_cap": layer.logit_cap} if layer.logit_cap else {}
             return method.attend(view, layer.layer_id, query, keys, values, slots, *scales, **more)
         queries, asking, newest = view.queries, query, slots
         if queries > 1:
@@ -185,6 +186,7 @@ class DecodePath:
             arrivals=view.arrivals,
             queries=queries,
             sinks=sinks,
+            soft_cap=layer.logit_cap or None,
         )
         return output if queries == 1 else _by_token(output, queries, keys.shape[1])
 

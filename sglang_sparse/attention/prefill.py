@@ -98,12 +98,13 @@ class PrefillPath:
         left = iter(counted)
         return sum_counts([dict(zip(names, islice(left, len(names)), strict=True)) for names in self._counted])
 
-    def warm_up(self, dtype: torch.dtype, sinks: torch.Tensor | None = None) -> None:
+    def warm_up(self, dtype: torch.dtype, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> None:
         """Run the methods over a group of zeros of ``dtype``, so that no request waits for its kernels' compiler.
 
         Args:
             dtype: of the model.
             sinks: those of a layer, if it has any.
+            soft_cap: that of the model's logits, if it has one.
         """
         start = self.groups.dense_below
         end = min(start + self.groups.group_tokens, self._req_to_token.shape[1])
@@ -114,11 +115,16 @@ class PrefillPath:
         self.begin([PrefillSpan(0, start, end, self.groups)], slots[:1], counted=False)
         for place in range(len(self.groups.methods)):
             layer = min(layer for layer, own in self._places.items() if own == place)
-            self._attend_to_zeros(layer, slots, dtype, sinks)
+            self._attend_to_zeros(layer, slots, dtype, sinks, soft_cap)
         self.begin((), slots[:0], counted=False)
 
     def _attend_to_zeros(
-        self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype, sinks: torch.Tensor | None
+        self,
+        layer_id: int,
+        slots: torch.Tensor,
+        dtype: torch.dtype,
+        sinks: torch.Tensor | None,
+        soft_cap: float | None,
     ) -> None:
         dims = [buffer(layer_id).shape[2] for buffer in (self._kv_pool.get_key_buffer, self._kv_pool.get_value_buffer)]
         layer: Any = SimpleNamespace(
@@ -127,6 +133,7 @@ class PrefillPath:
             qk_head_dim=dims[0],
             v_head_dim=dims[1],
             scaling=dims[0] ** -0.5,
+            logit_cap=soft_cap or 0.0,
             k_scale_float=None,
             v_scale_float=None,
         )
@@ -214,6 +221,7 @@ class PrefillPath:
             out=out[: self._tokens],
             pairs=self._pairs[place],
             sinks=sinks,
+            soft_cap=layer.logit_cap or None,
         )
         self.groups.methods[place].attend(self._plans[place], layer.layer_id, inputs)
         return out.reshape(out.shape[0], -1)

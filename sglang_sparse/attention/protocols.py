@@ -37,6 +37,7 @@ class RadixAttention(Protocol):
     qk_head_dim: int
     v_head_dim: int
     scaling: float
+    logit_cap: float
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     k_scale_float: float | None

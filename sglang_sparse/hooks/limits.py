@@ -363,7 +363,9 @@ PREFILL_LIMITS = (
 )
 
 
-def dense_backends(kind: str, gpu: bool, sinks: bool = False, chunks: bool = False) -> tuple[str, ...]:
+def dense_backends(
+    kind: str, gpu: bool, sinks: bool = False, chunks: bool = False, capped: bool = False
+) -> tuple[str, ...]:
     """Return the dense attention backends that methods support.
 
     Args:
@@ -371,11 +373,15 @@ def dense_backends(kind: str, gpu: bool, sinks: bool = False, chunks: bool = Fal
         gpu: whether the server has a GPU.
         sinks: whether the model has attention sinks.
         chunks: whether the model has chunked attention.
+        capped: whether the model has a soft cap of its logits.
     """
     others = {*(_CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS)}
     if gpu and (sinks or chunks):
         # SGLang has neither there.
         others |= {"flashinfer", "torch_native"}
+    if gpu and capped:
+        # It leaves the cap out.
+        others |= {"torch_native"}
     if gpu and chunks:
         # Layers with chunks would attend to all tokens there, and read their KV in slots of the other pool.
         others |= {"triton"}

@@ -76,10 +76,6 @@ def _diffuses(model: ModelConfig) -> bool:
     return not set(_DIFFUSING).isdisjoint(model.hf_config.architectures or ())
 
 
-def _soft_cap(model: ModelConfig) -> bool:
-    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
-
-
 def _dual_chunk(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "dual_chunk_attention_config", None))
 
@@ -162,5 +158,4 @@ MODEL_LIMITS = (
         "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
     ),
     ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
-    ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
 )

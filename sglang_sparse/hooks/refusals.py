@@ -35,6 +35,7 @@ from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups
 from sglang_sparse.methods.roles import prompt_selectors
+from sglang_sparse.methods.support import soft_cap
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
@@ -239,8 +240,9 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     if settings.passes_through:
         _require_fit(settings.flag, model_config, settings.decode.refuse(model_config))
     sinks, chunks = model_config.has_attention_sinks, model_config.is_local_attention_model
-    allowed = dense_backends(settings.method.kind_of(model_config), on_gpu(gpu), sinks, chunks)
-    where = " for a model with attention sinks" if sinks else " for a model with chunked attention" if chunks else ""
+    kinds = {"attention sinks": sinks, "chunked attention": chunks, "a soft cap": soft_cap(model_config) is not None}
+    allowed = dense_backends(settings.method.kind_of(model_config), on_gpu(gpu), *kinds.values())
+    where = next((f" for a model with {kind}" for kind, present in kinds.items() if present), "")
     if deterministic(args):
         allowed = tuple(name for name in allowed if name in DETERMINISTIC_BACKENDS)
         where += " with deterministic inference"

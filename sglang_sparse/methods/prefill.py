@@ -127,6 +127,7 @@ class PrefillInputs:
             those that dense attention would have, of all query tokens and heads, and its own ``more_counts``.
         sinks: ``[q_heads]`` bfloat16 or float32, what each head's softmaxes have in their denominator besides, as a
             logit in natural units; None for models without.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``, in natural units; None for models without.
     """
 
     query: torch.Tensor
@@ -140,6 +141,7 @@ class PrefillInputs:
     out: torch.Tensor
     pairs: torch.Tensor
     sinks: torch.Tensor | None = None
+    soft_cap: float | None = None
 
 
 class PrefillMethod(ABC):

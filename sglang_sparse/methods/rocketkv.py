@@ -27,7 +27,14 @@ from pydantic import Field, ValidationInfo, field_validator
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.roles import Prompts, PromptSelector
-from sglang_sparse.methods.support import Architecture, FlagLimit, above_one, given, refuse_sizes
+from sglang_sparse.methods.support import (
+    Architecture,
+    FlagLimit,
+    above_one,
+    given,
+    refuse_sizes,
+    refuse_soft_cap,
+)
 from sglang_sparse.methods.views import attention_bytes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
@@ -180,7 +187,7 @@ class Rocketkv(PromptSelector):
         """Refuse MLA models, head dimensions that kernels or ``topr`` do not fit, and dense layers with "compact"."""
         if model_config.attention_arch.name == "MLA":
             return "rocketkv needs an MHA or GQA model; this one uses MLA (multi-head latent attention): see robsa"
-        if reason := refuse_sizes(model_config, {"head_dim": HEAD_DIMS}):
+        if reason := refuse_soft_cap("rocketkv", model_config) or refuse_sizes(model_config, {"head_dim": HEAD_DIMS}):
             return reason
         if self.config.topr is not None and self.config.topr > model_config.head_dim:
             return f"topr is {self.config.topr}; allowed: at most its head_dim, {model_config.head_dim}"

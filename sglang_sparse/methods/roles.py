@@ -150,6 +150,7 @@ class AttendsItself(DecodeMethod, ABC):
         k_scale: float,
         v_scale: float,
         sinks: torch.Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Attend in one layer, of which K and V of the newest tokens are written.
 
@@ -168,6 +169,7 @@ class AttendsItself(DecodeMethod, ABC):
             v_scale: factor of the stored values.
             sinks: ``[q_heads]`` bfloat16 or float32, what each head's softmax has in its denominator besides, as a
                 logit in natural units; None for models without.
+            soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``, in natural units; None for models without.
 
         Returns:
             ``[rows, q_heads, v_head_dim]``; zeros for rows that pad a graph.

@@ -149,6 +149,19 @@ def above_one(field: str) -> Judge:
     return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
+def soft_cap(model_config: Architecture) -> float | None:
+    """Return the soft cap of a model's attention logits, in natural units, or None."""
+    # SGLang caps those of Grok 1, whose config does not say it.
+    grok = any(name.startswith("Grok1") for name in getattr(model_config.hf_config, "architectures", None) or ())
+    return getattr(model_config.hf_text_config, "attn_logit_softcapping", 30.0 if grok else None) or None
+
+
+def refuse_soft_cap(name: str, model_config: Architecture) -> str | None:
+    """Refuse a model with a soft cap for a method whose kernels compare logits without it, or return None."""
+    cap = soft_cap(model_config)
+    return cap and f"{name}'s kernels lack this model's soft cap of {cap} on logits; allowed: resa, skip_softmax"
+
+
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:
     """Say which size of a model's text config the kernels of a method lack, or None.
 

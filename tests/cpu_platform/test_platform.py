@@ -224,17 +224,30 @@ def test_says_which_patch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         patches.require_applied()
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(None, None), (63, None), (None, 96)])
-def test_attention_with_sinks(window: int | None, chunk: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "chunk", "sunk", "cap"),
+    [
+        (None, None, True, 0.0),
+        (63, None, True, 0.0),
+        (None, 96, True, 0.0),
+        (None, None, True, 1.5),
+        (63, None, False, 2),
+    ],
+)
+def test_attention_with_sinks_and_caps(window: int | None, chunk: int | None, sunk: bool, cap: float) -> None:
     """A prefill and a decode step of two rows, 330 and 210 tokens long, against a softmax of one more column."""
     from sglang_cpu_platform import attention
 
     torch.manual_seed(0)
-    keys, values, sinks = torch.randn(700, 2, 32), torch.randn(700, 2, 32), torch.randn(4).bfloat16() + 3
+    keys, values, sinks = (
+        torch.randn(700, 2, 32),
+        torch.randn(700, 2, 32),
+        torch.randn(4).bfloat16() + 3 if sunk else None,
+    )
     table, rows, lengths = torch.randperm(700)[:660].view(2, 330), torch.arange(2), torch.tensor([330, 210])
     options = {"scaling": 0.3, "enable_gqa": True, "is_cross_attn": False, "sliding_window_size": window}
     query, backend = torch.randn(380, 4, 32), SimpleNamespace(token_to_kv_pool=None, chunk_size=96)
-    layer = SimpleNamespace(use_irope=chunk is not None)
+    layer = SimpleNamespace(use_irope=chunk is not None, logit_cap=cap)
     caches, extends = (keys, values, table, rows, lengths), torch.tensor([200, 180])
 
     def run(backend: Any, query: torch.Tensor, hook: Any, _: Any, layer: Any, *more: Any, causal: bool) -> torch.Tensor:
@@ -250,7 +263,9 @@ def test_attention_with_sinks(window: int | None, chunk: int | None) -> None:
         first = position // chunk * chunk if chunk else first
         slots = table[row, first : position + 1]
         logits = torch.einsum("hd,khd->hk", query[token], keys[slots].repeat_interleave(2, 1)) * 0.3
-        weights = torch.cat([logits, sinks.float()[:, None]], 1).softmax(1)[:, :-1]
+        logits = cap * (logits / cap).tanh() if cap else logits
+        column = torch.full((4,), -torch.inf) if sinks is None else sinks.float()
+        weights = torch.cat([logits, column[:, None]], 1).softmax(1)[:, :-1]
         expected = torch.einsum("hk,khd->hd", weights, values[slots].repeat_interleave(2, 1))
         torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-5)
 

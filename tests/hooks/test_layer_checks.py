@@ -51,7 +51,7 @@ ODD = {
     "a sliding window of 64 tokens": {"sliding_window_size": 64},
     "cross attention": {"is_cross_attention": True},
     "attention of type encoder_only": {"attn_type": AttentionType.ENCODER_ONLY},
-    "a soft cap of 30.0 on its logits": {"logit_cap": 30.0},
+    "a soft cap by sigmoid": {"logit_cap": 30.0, "logit_capping_method": "sigmoid"},
     "chunked attention": {"use_irope": True},
     "heads of 32 and 32 dimensions": {"head_dim": 32},
     "heads of 16 and 8 dimensions": {"v_head_dim": 8},
@@ -134,8 +134,8 @@ def test_what_stands_beside_the_attention_is_seen() -> None:
     assert "layer 3 has no attention of SGLang's" in said(model, build("resa", {"layers": [3]}))
 
 
-def test_a_sink_for_each_query_head_is_served() -> None:
-    model: Any = make_model()
+def test_soft_caps_and_a_sink_for_each_query_head_are_served() -> None:
+    model: Any = make_model(1, logit_cap=30.0)
     for layer in model.layers:
         layer.sinks = torch.nn.Parameter(torch.zeros(2))
     require_layers(build("resa", {}), model, CONFIG)
@@ -143,21 +143,37 @@ def test_a_sink_for_each_query_head_is_served() -> None:
     assert "layer 1 has attention sinks of another kind, sinks (layers.1.attn)" in said(model)
 
 
+WHAT = {"attention_sinks": "attention sinks", "local_attention": "chunked attention", "soft_cap": "a soft cap"}
+CAPPED = ["triton", "flashinfer", "fa3"]
+
+
 @pytest.mark.parametrize(
-    ("model", "what"), [("attention_sinks", "attention sinks"), ("local_attention", "chunked attention")]
+    ("model", "allowed"), [("attention_sinks", ["triton", "fa3"]), ("local_attention", ["fa3"]), ("soft_cap", CAPPED)]
 )
 @pytest.mark.parametrize("name", ["fa3", "triton", "flashinfer", "torch_native"])
-def test_sinks_and_chunks_need_a_backend_that_has_them(tmp_path: Path, model: str, what: str, name: str) -> None:
+def test_a_model_needs_a_backend_that_has_what_it_has(
+    tmp_path: Path, model: str, allowed: list[str], name: str
+) -> None:
     args = ServerArgs(model_path=write_config(tmp_path, model), sparse_method="resa", disable_hybrid_swa_memory=True)
     settings, asked = settings_of(args.record), Backends(args, name)
     assert settings is not None
-    allowed = ["fa3"] if model == "local_attention" else ["triton", "fa3"]
     why = refusal(asked, settings, (9, 0), stand_in=True)
     assert (why is None) is (name in allowed), why
-    assert (
-        name in allowed
-        or f"{name!r} is not supported for a model with {what}; allowed: {', '.join(allowed)}" in str(why)
-    )
+    said = f"{name!r} is not supported for a model with {WHAT[model]}; allowed: {', '.join(allowed)}"
+    assert name in allowed or said in str(why)
+
+
+@pytest.mark.parametrize(("flag", "name"), [("sparse_method", "rocketkv"), ("sparse_prefill_method", "anchor")])
+@pytest.mark.parametrize("grok", [False, True])
+def test_methods_whose_kernels_lack_soft_caps_are_refused(tmp_path: Path, flag: str, name: str, grok: bool) -> None:
+    """SGLang caps Grok 1's logits at 30, which its config does not say."""
+    path = write_config(tmp_path, "soft_cap")
+    if grok:
+        config = {**CONFIGS["qwen3"], "architectures": ["Grok1ForCausalLM"]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused("--model-path") as caught:
+        ServerArgs(model_path=path, **{flag: name})
+    assert f"{name}'s kernels lack this model's soft cap of {30.0 if grok else 50.0} on logits" in str(caught.value)
 
 
 def test_a_layer_with_chunks_is_refused_by_its_number(tmp_path: Path) -> None:
@@ -187,6 +203,9 @@ def test_two_attentions_over_the_same_latents_are_one_layer() -> None:
     layer.sinks = torch.nn.Parameter(torch.zeros(2))
     assert "layer 0 has attention sinks of another kind, sinks (0.attn)" in said(model, settings, config)
     layer.sinks = None
+    layer.attn.logit_cap = 30.0  # pyright: ignore[reportAttributeAccessIssue]
+    assert "layer 0 has a soft cap of 30.0 on its logits (0.attn)" in said(model, settings, config)
+    layer.attn.logit_cap = 0.0  # pyright: ignore[reportAttributeAccessIssue]
     layer.attn.k_scale_float = 0.5  # pyright: ignore[reportAttributeAccessIssue]
     assert "layer 0 has scales of its latents (0.attn)" in said(model, settings, config)
 
@@ -208,7 +227,7 @@ def test_the_load_of_the_model_is_where_it_ends(draft: bool) -> None:
     runner = SimpleNamespace(server_args=args, model_config=CONFIG, is_draft_worker=draft)
 
     def load(_: object) -> None:
-        runner.model = make_model(1, logit_cap=30.0)
+        runner.model = make_model(1, sliding_window_size=8)
 
     if draft:
         return model_runner.hook_method(load, runner)

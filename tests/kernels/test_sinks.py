@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from anchor_runs import TOLERANCE, dense, relative_error, with_sinks
+from anchor_runs import TOLERANCE, by_row, dense, relative_error
 
 from sglang_sparse_kernels import anchor_prefill, skip_softmax_decode, skip_softmax_prefill, sparse_decode
 from sglang_sparse_kernels.anchor_prefill import cases as anchor_cases
@@ -55,23 +55,6 @@ def make(name: str, case: Any, device: str) -> dict[str, Any]:
     if case.dtype == torch.float32 and device == "cuda":
         pytest.skip("float32 caches are for the CPU")
     return OPS[name][1].make(case, device)
-
-
-def by_row(arguments: dict[str, Any], case: Any) -> torch.Tensor:
-    """Attention of each row's newest token to all before it, in float64."""
-    results, size = [], arguments["page_size"]
-    for row, length in enumerate(case.lengths):
-        positions = torch.arange(length, device=arguments["q"].device)
-        pages = arguments["indices"][row, 0] if "indices" in arguments else arguments["page_table"][row]
-        slots = pages[positions // size].long() * size + positions % size
-        keys, values = (
-            arguments[cache][slots].double().repeat_interleave(case.group, dim=1) for cache in ("k_cache", "v_cache")
-        )
-        logits = torch.einsum("hd,khd->hk", arguments["q"][row].double(), keys)
-        weights = with_sinks(logits[:, None] * (arguments["sm_scale"] * case.k_scale), arguments["sinks"])[:, 0]
-        results.append(torch.einsum("hk,khd->hd", weights, values) * case.v_scale if length else values.new_zeros(0))
-    shape = (*arguments["q"].shape[:2], arguments["v_cache"].shape[2])
-    return torch.stack([each if each.numel() else each.new_zeros(shape[1:]) for each in results])
 
 
 @pytest.mark.parametrize(("name", "case", "dtype"), DENSE, ids=str)

@@ -40,7 +40,8 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 
 def model(arch: str = "MHA", head_dim: int = 128) -> Any:
-    return SimpleNamespace(attention_arch=SimpleNamespace(name=arch), head_dim=head_dim)
+    configs = {"hf_config": SimpleNamespace(), "hf_text_config": SimpleNamespace()}
+    return SimpleNamespace(attention_arch=SimpleNamespace(name=arch), head_dim=head_dim, **configs)
 
 
 def test_refused_models() -> None:

@@ -132,6 +132,28 @@ def test_other_families_agree_with_transformers(
         assert_nothing_leaked(server)
 
 
+@pytest.mark.parametrize(
+    ("method", "config", "flags"), [("resa", RESA, ()), ("skip_softmax", SKIP, SKIP_PREFILL)], ids=["resa", "skip"]
+)
+def test_capped_logits_agree_with_transformers(
+    serve, tmp_path: Path, method: str, config: dict[str, Any], flags: tuple[str, ...]
+) -> None:
+    """Gemma 2's other layers have windows. Without its cap it is another model, by more than is allowed here."""
+    likely = by_transformers(random_windowed(tmp_path, "Gemma2", WINDOW))
+    (prompt,), (tokens,) = random_prompts(6, [300], 1000), random_prompts(7, [90], 1000)
+    found, other = likely(prompt, tokens), by_transformers(tmp_path, attn_logit_softcapping=None)(prompt, tokens)
+    assert max(abs(one - two) for one, two in zip(found, other, strict=True)) > 0.1
+    with serve(tmp_path, *CHUNKS, *flags, method=method, config=config) as server:
+        assert sparse_state(server)["config"]["layers"] == "1,3,5"
+        if method == "resa":
+            assert_agrees(server, likely, prompt, tokens, INTERVAL + PAGE)
+        else:
+            assert off(forced(server, prompt, tokens), found) < 1e-4
+            state = sparse_state(server)
+            assert state["sparse_layer_rows"] > 0 and state["prefill"]["sparse_tokens"] > 0
+        assert_nothing_leaked(server)
+
+
 def test_text_of_llama_4_agrees_with_transformers_in_one_pool(serve, tmp_path: Path) -> None:
     """SGLang knows the chunks in the class with towers alone."""
     likely = by_transformers(random_chunked(tmp_path, WINDOW, towers=False))

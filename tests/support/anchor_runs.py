@@ -35,7 +35,7 @@ def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
 
 
 def dense(arguments: dict[str, Any], case: Any) -> torch.Tensor:
-    """Causal attention of the rows of a case in float64, with the sinks of the arguments if there are any."""
+    """Causal attention of the rows of a case in float64, with the arguments' sinks and soft cap if there are any."""
     results, first = [], 0
     for row, (prefix, extend) in enumerate(zip(case.prefixes, case.extends, strict=True)):
         slots = row_slots(arguments, row, prefix + extend)
@@ -45,11 +45,34 @@ def dense(arguments: dict[str, Any], case: Any) -> torch.Tensor:
             arguments[name][slots].double().repeat_interleave(group, dim=1) for name in ("k_cache", "v_cache")
         )
         logits = torch.einsum("qhd,khd->hqk", q, keys) * (arguments["sm_scale"] * arguments["k_scale"])
+        logits = capped(logits, arguments)
         causal = torch.ones(extend, prefix + extend, dtype=torch.bool, device=q.device).tril(prefix)
         weights = with_sinks(logits.masked_fill(~causal, float("-inf")), arguments.get("sinks"))
         results.append(torch.einsum("hqk,khd->qhd", weights, values) * arguments["v_scale"])
         first += extend
     return torch.cat(results)
+
+
+def by_row(arguments: dict[str, Any], case: Any) -> torch.Tensor:
+    """Attention of each row's newest token to all before it in float64, likewise."""
+    results, size = [], arguments["page_size"]
+    for row, length in enumerate(case.lengths):
+        positions = torch.arange(length, device=arguments["q"].device)
+        pages = arguments["indices"][row, 0] if "indices" in arguments else arguments["page_table"][row]
+        slots = pages[positions // size].long() * size + positions % size
+        keys, values = (
+            arguments[cache][slots].double().repeat_interleave(case.group, dim=1) for cache in ("k_cache", "v_cache")
+        )
+        logits = torch.einsum("hd,khd->hk", arguments["q"][row].double(), keys) * (arguments["sm_scale"] * case.k_scale)
+        weights = with_sinks(capped(logits, arguments)[:, None], arguments.get("sinks"))[:, 0]
+        results.append(torch.einsum("hk,khd->hd", weights, values) * case.v_scale if length else values.new_zeros(0))
+    shape = (*arguments["q"].shape[:2], arguments["v_cache"].shape[2])
+    return torch.stack([each if each.numel() else each.new_zeros(shape[1:]) for each in results])
+
+
+def capped(logits: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    cap = arguments.get("soft_cap")
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def with_sinks(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

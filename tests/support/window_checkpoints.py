@@ -76,6 +76,16 @@ def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = Tr
 _ROPE = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full", "sliding")}
 _MIMO_ROPE = {kind: {**rope, "partial_rotary_factor": 0.334} for kind, rope in _ROPE.items()}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
+    # SGLang windows every other layer. Logits of random weights are small: a cap of 50 would hardly bend them.
+    "Gemma2": {
+        "query_pre_attn_scalar": 32,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 0.1,
+        # SGLang has a kernel of Triton for this one.
+        "final_logit_softcapping": None,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
     "Gemma3": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "Olmo3": {"rope_parameters": _ROPE},
     "Cohere2": {"tie_word_embeddings": True},

@@ -110,6 +110,12 @@ def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
     check_device(q.device, sinks=sinks)
 
 
+def check_soft_cap(soft_cap: float | None) -> None:
+    """Raise ValueError unless ``soft_cap`` is positive, or None."""
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
+
+
 def check_page_size(page_size: int) -> None:
     """Raise ValueError unless ``page_size`` is a power of two from 1 to 64."""
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):

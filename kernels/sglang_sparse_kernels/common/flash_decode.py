@@ -63,6 +63,15 @@ def load_sinks(sinks_ptr, heads, in_group):
 
 
 @triton.jit
+def cap_logits(logits, soft_cap):
+    """``soft_cap * tanh(logits / soft_cap)``, both in any one unit; the logits themselves where there is no cap."""
+    if soft_cap is not None:
+        # tanh(x) = 2 * sigmoid(2 * x) - 1
+        logits = soft_cap * (2.0 * tl.sigmoid(logits * (2.0 / soft_cap)) - 1.0)
+    return logits
+
+
+@triton.jit
 def _combine(
     partial_ptr,
     lse_ptr,

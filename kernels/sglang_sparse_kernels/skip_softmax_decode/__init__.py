@@ -30,6 +30,7 @@ def skip_softmax_decode(
     usual_pages: int | None = None,
     arrivals: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Attention of each row's newest token that skips blocks of keys whose softmax weights would be small.
 
@@ -77,6 +78,8 @@ def skip_softmax_decode(
         arrivals: optional ``[B, Hkv]`` int32, contiguous, all 0 and left so: by it the parts of a row that run beside
             each other may be combined without another launch. Calls that may run at the same time need their own.
         sinks: optional ``[Hq]``, bfloat16 or float32, contiguous, in natural units; the kernel in CUDA C++ knows none.
+        soft_cap: optional, in natural units; the logits become ``soft_cap * tanh(logits / soft_cap)``. Blocks are
+            compared by these. The kernel in CUDA C++ knows none.
 
     Returns:
         ``[B, Hq, dv]`` in the dtype of ``q``.
@@ -107,13 +110,14 @@ def skip_softmax_decode(
     checks.check_page_size(page_size)
     checks.check_logit_scale(sm_scale, k_scale)
     checks.check_sinks(q, sinks)
+    checks.check_soft_cap(soft_cap)
     rows = (page_table, n_pages, last_slots, threshold_scale_factor)
-    inputs = reference.Inputs(q, k_cache, v_cache, *rows, page_size, sm_scale, k_scale, v_scale, sinks)
+    inputs = reference.Inputs(q, k_cache, v_cache, *rows, page_size, sm_scale, k_scale, v_scale, sinks, soft_cap)
     if checks.use_reference(q):
         return reference.skip_softmax_decode(inputs, out, stats)
     from . import cuda, triton
 
-    if sinks is None and cuda.faster(q.device) and cuda.takes(q, k_cache, v_cache, out):
+    if sinks is None and soft_cap is None and cuda.faster(q.device) and cuda.takes(q, k_cache, v_cache, out):
         return cuda.skip_softmax_decode(inputs, out, stats, usual_pages=usual_pages, arrivals=arrivals)
     return triton.skip_softmax_decode(inputs, out, stats, usual_pages=usual_pages)
 

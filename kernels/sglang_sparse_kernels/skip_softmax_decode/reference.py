@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..sparse_decode.reference import softmax
+from ..sparse_decode.reference import cap_logits, softmax
 
 # Part of the definition: what is skipped depends on both. Not measured yet.
 BLOCK_KEYS = 64
@@ -29,6 +29,7 @@ class Inputs:
     k_scale: float
     v_scale: float
     sinks: torch.Tensor | None = None
+    soft_cap: float | None = None
 
 
 def skip_softmax_decode(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,6 +45,7 @@ def skip_softmax_decode(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor |
         positions = torch.arange(length, device=q.device)
         slots = inputs.page_table[row, positions // page_size].long() * page_size + positions % page_size
         logits = queries[row] @ k_cache[slots].float().permute(1, 2, 0) * (inputs.sm_scale * inputs.k_scale)
+        logits = cap_logits(logits, inputs.soft_cap)
         log_lambda = log_threshold(float(inputs.threshold_scale_factor[row]), length)
         kept = kept_blocks(block_maxima(logits), log_lambda)
         read = kept.repeat_interleave(BLOCK_KEYS, dim=-1)[..., :length]

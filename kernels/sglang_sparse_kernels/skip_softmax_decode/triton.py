@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..common.flash_decode import combine, hand_on, num_splits, split_tensors
+from ..common.flash_decode import cap_logits, combine, hand_on, num_splits, split_tensors
 from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors, planned_rows
 from ..common.paged_prefill import load_rows
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS, Inputs
@@ -63,14 +63,14 @@ def threshold_of(factor, length, scale):
 
 
 @triton.jit
-def _score(q, k_ptr, pages, valid, k_stride_slot, DIM: tl.constexpr, PAGE: tl.constexpr):
+def _score(q, k_ptr, pages, valid, k_stride_slot, soft_cap, DIM: tl.constexpr, PAGE: tl.constexpr):
     """Products of the queries with the keys of one block, -inf for those that are not valid, and their row maxima."""
     tokens = tl.arange(0, pages.shape[0])
     dims = tl.arange(0, q.shape[1])
     k_rows = k_ptr + (pages.to(tl.int64) * PAGE + tokens % PAGE) * k_stride_slot
     keys = load_rows(k_rows[:, None] + dims[None, :], valid, dims, DIM)
     logits = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
-    logits = tl.where(valid[None, :], logits, float("-inf"))
+    logits = tl.where(valid[None, :], cap_logits(logits, soft_cap), float("-inf"))
     # Not a number counts as infinite: the hardware's maximum would drop it.
     return logits, tl.max(tl.where(logits < float("inf"), logits, float("inf")), axis=1)
 
@@ -89,6 +89,7 @@ def _attend(
     k_stride_slot,
     v_stride_slot,
     scale,
+    soft_cap,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -101,7 +102,7 @@ def _attend(
     """Online softmax over one split's blocks: unnormalised output, row sums, row maxima, blocks skipped.
 
     Splits take blocks in turn: whatever the length on the device is, they differ by one block at most. Maxima stay
-    products of query and key, and ``gap`` is the logarithm of the threshold in these units.
+    products of query and key, and ``gap`` is the logarithm of the threshold in these units, as ``soft_cap`` is.
     """
     tokens = tl.arange(0, BLOCK_KEYS)
     v_dims = tl.arange(0, BLOCK_V_DIM)
@@ -116,7 +117,8 @@ def _attend(
         block = split + step * SPLITS
         # The pages of a block are loaded one block early, or its keys would wait for them.
         ahead = load_pages(table_ptr, block + SPLITS, length, tokens, PAGE)
-        logits, reached = _score(q, k_ptr, pages, block * BLOCK_KEYS + tokens < length, k_stride_slot, DIM, PAGE)
+        valid = block * BLOCK_KEYS + tokens < length
+        logits, reached = _score(q, k_ptr, pages, valid, k_stride_slot, soft_cap, DIM, PAGE)
         pages = ahead
         if sparse & (step == 0):
             # Not before the loop: here the keys of the split's first blocks are on their way already. Those of the sink
@@ -126,7 +128,8 @@ def _attend(
                 near = tl.where(i == 0, 0, tl.maximum(blocks - i, 0))
                 near_pages = load_pages(table_ptr, near, length, tokens, PAGE)
                 near_valid = tokens < length - near * BLOCK_KEYS
-                largest = tl.maximum(largest, _score(q, k_ptr, near_pages, near_valid, k_stride_slot, DIM, PAGE)[1])
+                near_score = _score(q, k_ptr, near_pages, near_valid, k_stride_slot, soft_cap, DIM, PAGE)
+                largest = tl.maximum(largest, near_score[1])
             limit = tl.where(largest < float("inf"), largest + gap, float("-inf"))
         needed = tl.max(tl.where(in_group & (reached >= limit), 1, 0), axis=0)
         if (needed > 0) | (block == 0) | (block >= blocks - LOCAL_BLOCKS):
@@ -173,6 +176,7 @@ def _split_kernel(
     v_stride_head,
     table_stride,
     scale,
+    soft_cap,
     v_scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -219,6 +223,7 @@ def _split_kernel(
             k_stride_slot,
             v_stride_slot,
             scale,
+            soft_cap,
             GROUP,
             DIM,
             V_DIM,
@@ -288,12 +293,12 @@ def skip_softmax_decode(
     config, splits = plan(*sizes, q.device, config)
     partial, lse = split_tensors(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow, q.device)
     dependent = dependent_launch(q.device)
-    group = num_q_heads // heads
+    group, scale = num_q_heads // heads, inputs.sm_scale * inputs.k_scale
     _split_kernel[(splits, heads, batch)](
         *(q, k_cache, v_cache, page_table, n_pages, inputs.last_slots, inputs.threshold_scale_factor),
         *(out, partial, lse, stats, inputs.sinks),
         *(stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]),
-        *(page_table.stride(0), inputs.sm_scale * inputs.k_scale * LOG2_E, inputs.v_scale),
+        *(page_table.stride(0), scale * LOG2_E, inputs.soft_cap and inputs.soft_cap / scale, inputs.v_scale),
         HEADS=heads,
         GROUP=group,
         BLOCK_GROUP=max(MIN_DOT, triton.next_power_of_2(group)),

@@ -26,6 +26,7 @@ def skip_softmax_prefill(
     out: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged extend batch that skips blocks of keys whose softmax weights would be small.
 
@@ -64,6 +65,8 @@ def skip_softmax_prefill(
             query-key pairs attended, the pairs of dense causal attention, and of sparse tiles the blocks skipped and
             those visited.
         sinks: optional ``[Hq]``, bfloat16 or float32, contiguous, in natural units; the kernel for Hopper knows none.
+        soft_cap: optional, in natural units; the logits become ``soft_cap * tanh(logits / soft_cap)``. Blocks are
+            compared by these. The kernel for Hopper knows none.
 
     Returns:
         ``[N, Hq, dv]`` in the dtype of ``q``.
@@ -90,11 +93,13 @@ def skip_softmax_prefill(
     checks.check_plan(q, page_table, plan, page_size)
     checks.check_logit_scale(sm_scale, k_scale)
     checks.check_sinks(q, sinks)
-    scales = (sm_scale, k_scale, v_scale, sinks)
+    checks.check_soft_cap(soft_cap)
+    scales = (sm_scale, k_scale, v_scale, sinks, soft_cap)
     inputs = reference.Inputs(q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, *scales)
     if checks.use_reference(q):
         return reference.skip_softmax_prefill(inputs, out, stats)
     from . import launch, triton
 
-    kernels = launch.kernels(q, k_cache, v_cache, plan, page_size) if sinks is None else triton
+    plain = sinks is None and soft_cap is None
+    kernels = launch.kernels(q, k_cache, v_cache, plan, page_size) if plain else triton
     return kernels.skip_softmax_prefill(inputs, out, stats)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..sparse_decode.reference import softmax
+from ..sparse_decode.reference import cap_logits, softmax
 from .plan import QueryTile, SkipSoftmaxPlan
 
 INF = float("inf")
@@ -26,6 +26,7 @@ class Inputs:
     k_scale: float
     v_scale: float
     sinks: torch.Tensor | None = None
+    soft_cap: float | None = None
 
 
 def skip_softmax_prefill(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,7 +41,8 @@ def skip_softmax_prefill(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor 
         window = slice(tile.first_query, tile.first_query + tile.num_queries)
         visible = positions <= positions[tile.first_position :, None]
         keys = k_cache[slots].float().permute(1, 2, 0)[:, None]
-        logits = (queries[:, :, window] @ keys).mul_(inputs.sm_scale * inputs.k_scale).masked_fill_(~visible, -INF)
+        logits = cap_logits((queries[:, :, window] @ keys).mul_(inputs.sm_scale * inputs.k_scale), inputs.soft_cap)
+        logits = logits.masked_fill_(~visible, -INF)
         threshold = log_threshold(tile, float(inputs.threshold_scale_factor[tile.row]))
         kept = kept_blocks(block_maxima(logits, plan.block_keys), threshold)
         read = kept.repeat_interleave(plan.block_keys, dim=-1)[..., : len(positions)]

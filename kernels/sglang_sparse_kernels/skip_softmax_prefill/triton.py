@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..common.flash_decode import cap_logits
 from ..common.launch import LOG2_E
 from ..common.paged_prefill import finish, load_rows, load_slots, softmax_step
 from .plan import QueryTile
@@ -40,6 +41,7 @@ def _visit(
     limits,
     count,
     scale,
+    soft_cap,
     gap,
     maximum,
     total,
@@ -53,12 +55,12 @@ def _visit(
     """One block of keys: skipped and ``lost`` pairs counted, or one step of the online softmax.
 
     The tile has ``count`` queries. With ``MASKED``, query ``m`` sees only the first ``limits[m]`` keys. Maxima stay
-    products of query and key, and ``gap`` is the logarithm of the threshold in these units.
+    products of query and key, and ``gap`` is the logarithm of the threshold in these units, as ``soft_cap`` is.
     """
     BLOCK_KEYS: tl.constexpr = k_rows.shape[0]
     dims = tl.arange(0, query.shape[1])
     keys = load_rows(k_rows[:, None] + dims[None, :], valid, dims, DIM)
-    logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+    logits = cap_logits(tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee"), soft_cap)
     if MASKED:
         logits = tl.where(tl.arange(0, BLOCK_KEYS)[None, :] < limits[:, None], logits, float("-inf"))
     # The hardware's maximum drops NaN, the sum and these comparisons do not.
@@ -96,6 +98,7 @@ def _skip_softmax_kernel(
     v_stride_head,
     table_stride,
     scale,
+    soft_cap,
     v_scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -147,7 +150,8 @@ def _skip_softmax_kernel(
         k_rows, v_rows = k_ptr + slot * k_stride_slot, v_ptr + slot * v_stride_slot
         valid, limits = start + tokens < end, first_position + members + 1 - start
         maximum, total, output, skipped, lost = _visit(
-            q, k_rows, v_rows, valid, limits, count, scale, gap, maximum, total, output, skipped, lost, DIM, V_DIM, True
+            *(q, k_rows, v_rows, valid, limits, count, scale, soft_cap, gap),
+            *(maximum, total, output, skipped, lost, DIM, V_DIM, True),
         )
     every = tokens >= 0
     slot = load_slots(table_ptr, (whole - 1) * BLOCK_KEYS + tokens, end, PAGE)
@@ -156,7 +160,8 @@ def _skip_softmax_kernel(
         ahead = load_slots(table_ptr, (whole - 1 - i) * BLOCK_KEYS + tokens, end, PAGE)
         k_rows, v_rows = k_ptr + slot * k_stride_slot, v_ptr + slot * v_stride_slot
         maximum, total, output, skipped, lost = _visit(
-            q, k_rows, v_rows, every, None, count, scale, gap, maximum, total, output, skipped, lost, DIM, V_DIM, False
+            *(q, k_rows, v_rows, every, None, count, scale, soft_cap, gap),
+            *(maximum, total, output, skipped, lost, DIM, V_DIM, False),
         )
         slot = ahead
     output = finish(scale, v_scale, sinks_ptr, head, maximum, total, output)
@@ -178,6 +183,7 @@ def skip_softmax_prefill(
     q, k_cache, v_cache, plan = inputs.q, inputs.k_cache, inputs.v_cache, inputs.plan
     page_table = inputs.page_table
     heads, dim, v_dim = q.shape[1], q.shape[2], v_cache.shape[2]
+    scale = inputs.sm_scale * inputs.k_scale
     config = config or default_config(plan.tile_queries)
     if stats is not None:
         stats.add_(plan.totals, alpha=heads)
@@ -187,7 +193,7 @@ def skip_softmax_prefill(
         *(q, k_cache, v_cache, page_table, plan.table, inputs.threshold_scale_factor, out, stats),
         inputs.sinks,
         *(stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]),
-        *(page_table.stride(0), inputs.sm_scale * inputs.k_scale * LOG2_E, inputs.v_scale),
+        *(page_table.stride(0), scale * LOG2_E, inputs.soft_cap and inputs.soft_cap / scale, inputs.v_scale),
         HEADS=heads,
         GROUP=heads // k_cache.shape[1],
         DIM=dim,

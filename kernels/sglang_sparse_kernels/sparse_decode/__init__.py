@@ -27,6 +27,7 @@ def sparse_decode(
     arrivals: torch.Tensor | None = None,
     queries: int = 1,
     sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Exact softmax attention of every query head over the tokens of its KV head's selected pages.
 
@@ -41,7 +42,7 @@ def sparse_decode(
     Triton's kernels serve on every GPU, launched as was fastest on one H200 for the shape of the call (``plan``). FA3
     and FlashInfer, given each KV head's pages as a row of its own, were not faster there over the same pages
     (``eval.lab.bench_kernels``), so no library serves. Of few tokens there is a kernel in CUDA C++ (``cuda``), which
-    knows no sinks.
+    knows no sinks and no soft cap.
 
     Args:
         q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous. With ``queries`` the heads are
@@ -65,6 +66,7 @@ def sparse_decode(
             order of position, and each list ends with the row's newest ``ceil((queries - 1) / page_size) + 1`` pages,
             or with as many as the row has.
         sinks: optional ``[Hq]``, bfloat16 or float32, contiguous, in natural units, heads in the order of ``q``.
+        soft_cap: optional, in natural units; the logits become ``soft_cap * tanh(logits / soft_cap)``.
 
     Returns:
         ``[B, Hq, dv]`` in the dtype of ``q``, heads in its order.
@@ -83,7 +85,8 @@ def sparse_decode(
         [5.0, 5.0]
     """
     inputs = reference.Inputs(
-        q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, queries, sinks
+        *(q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, queries),
+        *(sinks, soft_cap),
     )
     _check_arguments(inputs, arrivals)
     out = checks.result("out", out, (*q.shape[:2], v_cache.shape[2]), q.dtype, q.device)
@@ -93,7 +96,8 @@ def sparse_decode(
 
     tokens = (usual_pages or indices.shape[2]) * page_size
     pairs = planned_rows(counts.shape[0]) * counts.shape[1]
-    config = cuda.config_of(pairs, tokens, q.device) if queries == 1 and sinks is None else None
+    plain = queries == 1 and sinks is None and soft_cap is None
+    config = cuda.config_of(pairs, tokens, q.device) if plain else None
     if config is not None and cuda.takes(q, k_cache, v_cache, out):
         return cuda.sparse_decode(inputs, out, config)
     return triton.sparse_decode(inputs, out, usual_pages=usual_pages, arrivals=arrivals)
@@ -156,5 +160,6 @@ def _check_arguments(inputs: reference.Inputs, arrivals: torch.Tensor | None) ->
     checks.check_exactly("counts", inputs.counts, (batch, num_kv_heads), torch.int32)
     checks.check_exactly("last_slots", inputs.last_slots, (batch,), torch.int64)
     checks.check_sinks(q, inputs.sinks)
+    checks.check_soft_cap(inputs.soft_cap)
     if arrivals is not None:
         checks.check_exactly("arrivals", arrivals, (batch, num_kv_heads), torch.int32)

@@ -23,6 +23,7 @@ class Inputs:
     v_scale: float
     queries: int = 1
     sinks: torch.Tensor | None = None
+    soft_cap: float | None = None
 
 
 @row_by_row("q", "indices", "counts", "last_slots")
@@ -40,7 +41,7 @@ def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     slots = torch.where(valid, slots, newest[:, :, None])
     keys, values = _gather(k_cache, slots), _gather(v_cache, slots)
     query = q.float().view(batch, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
-    logits = query @ keys.transpose(-1, -2) * (inputs.sm_scale * inputs.k_scale)
+    logits = cap_logits(query @ keys.transpose(-1, -2) * (inputs.sm_scale * inputs.k_scale), inputs.soft_cap)
     seen = _causal(inputs, valid).repeat_interleave(num_q_heads // num_kv_heads // inputs.queries, dim=2)
     weights = softmax(logits.masked_fill_(~seen, float("-inf")), inputs.sinks)
     result = weights @ values * inputs.v_scale
@@ -48,6 +49,11 @@ def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     result.masked_fill_((inputs.counts == 0)[:, :, None, None], 0.0)
     out.copy_(result.reshape(out.shape))
     return out
+
+
+def cap_logits(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """Return ``soft_cap * tanh(logits / soft_cap)``, or the logits themselves where the cap is None."""
+    return logits if soft_cap is None else (logits / soft_cap).tanh_().mul_(soft_cap)
 
 
 def softmax(logits: torch.Tensor, sinks: torch.Tensor | None, inner: int = 1) -> torch.Tensor:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..common.flash_decode import combine, hand_on, split_tensors
+from ..common.flash_decode import cap_logits, combine, hand_on, split_tensors
 from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch
 from .plan import Config, combines, plan
 from .reference import Inputs
@@ -49,6 +49,7 @@ def _attend(
     k_stride_slot,
     v_stride_slot,
     logit_scale,
+    soft_cap,
     STEP_PAGES: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -83,7 +84,7 @@ def _attend(
         ids = load_ids(indices_ptr, first + STEP_PAGES, count, tokens, PAGE)
         keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM, BLOCK_DIM)
         logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * logit_scale
-        logits = tl.where(seen, logits, float("-inf"))
+        logits = tl.where(seen, cap_logits(logits, soft_cap), float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         # A tile without a valid token leaves the maximum at -inf, and -inf - -inf would be NaN.
         finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -118,6 +119,7 @@ def _split_kernel(
     v_stride_head,
     max_pages,
     logit_scale,
+    soft_cap,
     v_scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -168,6 +170,7 @@ def _split_kernel(
             k_stride_slot,
             v_stride_slot,
             logit_scale,
+            soft_cap,
             SPLITS * BLOCK_TOKENS // PAGE,
             DIM,
             BLOCK_DIM,
@@ -227,6 +230,7 @@ def sparse_decode(
     _split_kernel[(splits, heads, batch)](
         *(*tensors, arrivals if fused else counts, inputs.sinks, *strides, max_pages),
         inputs.sm_scale * inputs.k_scale * LOG2_E,
+        None if inputs.soft_cap is None else inputs.soft_cap * LOG2_E,
         inputs.v_scale,
         **_shape_constants(heads, group, dim, v_dim),
         PAGE=inputs.page_size,

@@ -9,6 +9,7 @@ Results differ from the stock backend's by rounding only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +51,12 @@ def note_layer(
     sinks: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend.forward_extend`` and ``forward_decode``, which know no sinks and chunks.
+    """Hook around ``TorchNativeAttnBackend.forward_extend`` and ``forward_decode``.
 
-    ``sinks`` is ``[heads]``, a logit of each head without a value.
+    They know no sinks, chunks and soft caps. ``sinks`` is ``[heads]``, a logit of each head without a value.
     """
     backend.sinks, backend.chunk = sinks, backend.chunk_size if layer.use_irope else None
+    backend.soft_cap = layer.logit_cap
     return original(backend, query, key, value, layer, *args, **options)
 
 
@@ -73,19 +75,20 @@ def extend(
     encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_extend``; causal attention, in windows only with sinks.
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_extend``; causal, in windows only with sinks or a cap.
 
     A verification of drafts comes without lengths of its own, and the rows' lengths are without its tokens.
     """
     if extend_seq_lens is None:
         extend_seq_lens = torch.full_like(seq_lens, len(query) // len(seq_lens))
         extend_prefix_lens, seq_lens = seq_lens, seq_lens + extend_seq_lens
-    sinks, table = getattr(backend, "sinks", None), _table(backend, req_to_token, options)
-    ours = sinks is not None or options["sliding_window_size"] is None
+    sinks, cap = getattr(backend, "sinks", None), getattr(backend, "soft_cap", 0.0)
+    table = _table(backend, req_to_token, options)
+    ours = sinks is not None or cap > 0 or options["sliding_window_size"] is None
     if ours and encoder_lens is None and options["causal"]:
         caches = (k_cache, v_cache, table)
         lengths = (req_pool_indices, seq_lens, extend_seq_lens)
-        return _attend(query, output, *caches, *lengths, options, sinks, getattr(backend, "chunk", None))
+        return _attend(query, output, *caches, *lengths, options, sinks, getattr(backend, "chunk", None), cap)
     cached = (table, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
@@ -103,17 +106,18 @@ def decode(
     encoder_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes, sinks and chunks.
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal sizes, sinks, chunks and caps.
 
     And with deterministic inference, where it must give what a prefill of the same token does.
     """
     sinks, chunk = getattr(backend, "sinks", None), getattr(backend, "chunk", None)
+    cap = getattr(backend, "soft_cap", 0.0)
     table = _table(backend, req_to_token, options)
     ours = k_cache.shape[-1] != v_cache.shape[-1] or invariant.enabled() or chunk is not None
-    ours = sinks is not None or (ours and options["sliding_window_size"] is None)
+    ours = sinks is not None or cap > 0 or (ours and options["sliding_window_size"] is None)
     if ours and encoder_lens is None:
         caches, lengths = (k_cache, v_cache, table), (req_pool_indices, seq_lens, torch.ones_like(seq_lens))
-        return _attend(query, output, *caches, *lengths, options, sinks, chunk)
+        return _attend(query, output, *caches, *lengths, options, sinks, chunk, cap)
     cached = (table, req_pool_indices, seq_lens, encoder_lens)
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
@@ -138,6 +142,7 @@ def _attend(
     options: dict[str, Any],
     sinks: torch.Tensor | None,
     chunk: int | None,
+    cap: float,
 ) -> torch.Tensor:
     """Causal attention of the last ``new_lens[i]`` tokens of every row over all its ``seq_lens[i]`` tokens.
 
@@ -145,6 +150,7 @@ def _attend(
     ``query`` and ``output`` are ``[tokens, heads, dim]``, the caches ``[slots, kv_heads, dim]``, ``sinks`` ``[heads]``.
     """
     width, step = v_cache.shape[-1], 1 if invariant.enabled() else ROWS
+    attend = partial(_capped_attention, cap) if cap > 0 else scaled_dot_product_attention
     start = 0
     for row, length, new in zip(req_pool_indices.tolist(), seq_lens.tolist(), new_lens.tolist(), strict=True):
         slots = req_to_token[row, :length]
@@ -159,7 +165,7 @@ def _attend(
             last = min(first + step, new)
             seen = length - new + last
             rows = slice(start + first, start + last)
-            attended = scaled_dot_product_attention(
+            attended = attend(
                 query[rows].transpose(0, 1).unsqueeze(0),
                 keys[:, :, : seen + extra],
                 values[:, :, : seen + extra],
@@ -170,6 +176,24 @@ def _attend(
             output[rows] = attended[0, :, :, :width].transpose(0, 1)
         start += new
     return output
+
+
+def _capped_attention(
+    cap: float,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attn_mask: torch.Tensor,
+    scale: float,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` of logits that become ``cap * tanh(logits / cap)`` before the mask."""
+    if enable_gqa:
+        keys, values = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (keys, values))
+    logits = (query @ keys.transpose(-1, -2) * (scale / cap)).tanh_().mul_(cap)
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    return (logits + attn_mask).softmax(-1) @ values
 
 
 def _mask(

@@ -129,6 +129,7 @@ class SkipSoftmaxDecode(AttendsItself):
         k_scale: float,
         v_scale: float,
         sinks: torch.Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """One call of the op."""
         return skip_softmax_decode(
@@ -147,6 +148,7 @@ class SkipSoftmaxDecode(AttendsItself):
             usual_pages=view.usual_select,
             arrivals=view.arrivals,
             sinks=sinks,
+            soft_cap=soft_cap,
         )
 
     def attend_latents(self, view: BatchView, layer_id: int, query: LatentQuery) -> torch.Tensor:

@@ -157,4 +157,5 @@ class SkipSoftmax(PrefillMethod):
             out=inputs.out,
             stats=inputs.pairs,
             sinks=inputs.sinks,
+            soft_cap=inputs.soft_cap,
         )
