@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -157,9 +158,9 @@ class DecodePath:
         if isinstance(method, AttendsItself):
             scales = (layer.scaling, k_scale, v_scale)
             # Methods of others may know neither sinks nor soft caps, which few models have.
-            more: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
-            more |= {"soft_cap": layer.logit_cap} if layer.logit_cap else {}
-            return method.attend(view, layer.layer_id, query, keys, values, slots, *scales, **more)
+            more = {} if sinks is None else {"sinks": sinks}
+            attend = partial(method.attend, soft_cap=layer.logit_cap) if layer.logit_cap else method.attend
+            return attend(view, layer.layer_id, query, keys, values, slots, *scales, **more)
         queries, asking, newest = view.queries, query, slots
         if queries > 1:
             # One selection for all, by the one token that is sure to stay: with others, wrong drafts would choose too.

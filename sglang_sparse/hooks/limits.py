@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import CHAINS, DRAFT_TOKENS, DRAFTERS, MOST_DRAFT_TOKENS, SPARSE_SELF
@@ -14,10 +15,10 @@ from sglang_sparse.hooks.flag_predicates import (
     uses_dp_attention,
     without_tree,
 )
-from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
+from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than, soft_cap
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.arguments import Arguments, ModelConfig
 
 # By the method's kind of attention. SGLang's other MLA backends rotate queries and keys themselves, or write the
 # latents within their own kernels.
@@ -32,6 +33,14 @@ GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names
 # SGLang's torch_native reads a prompt's keys from the pool, which has one latent for all heads of an MLA model: the
 # first request ends the server. The CPU platform sends prompts another way.
 _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
+# Those of SGLang's that compute another attention on a GPU, or none, by what a model has.
+_LACKING = {
+    "attention sinks": ("flashinfer", "torch_native"),
+    # In Triton's, layers with chunks would attend to all tokens, and read their KV in slots of the other pool.
+    "chunked attention": ("flashinfer", "torch_native", "triton"),
+    "a soft cap": ("torch_native",),
+    "heads of more than 256 dimensions": ("flashinfer", "fa3"),
+}
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
@@ -363,26 +372,25 @@ PREFILL_LIMITS = (
 )
 
 
-def dense_backends(
-    kind: str, gpu: bool, sinks: bool = False, chunks: bool = False, capped: bool = False
-) -> tuple[str, ...]:
+def features_of(model: ModelConfig, kind: str) -> list[str]:
+    """Return what a model has that some of SGLang's backends lack, keys of `_LACKING`."""
+    found = {
+        "attention sinks": model.has_attention_sinks,
+        "chunked attention": model.is_local_attention_model,
+        "a soft cap": soft_cap(model) is not None,
+        "heads of more than 256 dimensions": kind == "MHA" and model.head_dim > 256,
+    }
+    return [feature for feature, present in found.items() if present]
+
+
+def dense_backends(kind: str, gpu: bool, features: Collection[str] = ()) -> tuple[str, ...]:
     """Return the dense attention backends that methods support.
 
     Args:
         kind: kind of attention, a key of `DENSE_BACKENDS`.
         gpu: whether the server has a GPU.
-        sinks: whether the model has attention sinks.
-        chunks: whether the model has chunked attention.
-        capped: whether the model has a soft cap of its logits.
+        features: of the model, see `features_of`.
     """
     others = {*(_CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS)}
-    if gpu and (sinks or chunks):
-        # SGLang has neither there.
-        others |= {"flashinfer", "torch_native"}
-    if gpu and capped:
-        # It leaves the cap out.
-        others |= {"torch_native"}
-    if gpu and chunks:
-        # Layers with chunks would attend to all tokens there, and read their KV in slots of the other pool.
-        others |= {"triton"}
+    others |= {name for feature in features for name in _LACKING[feature]} if gpu else set()
     return tuple(name for name in DENSE_BACKENDS[kind] if name not in others)

@@ -28,6 +28,7 @@ from sglang_sparse.hooks.limits import (
     RECTIFY_LIMITS,
     VERIFY_LIMITS,
     dense_backends,
+    features_of,
 )
 from sglang_sparse.hooks.model_kinds import refuse_interval, refuse_prefill, require_kinds
 from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit, state_layers
@@ -35,7 +36,6 @@ from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.groups import DecodeGroups
 from sglang_sparse.methods.roles import prompt_selectors
-from sglang_sparse.methods.support import soft_cap
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
@@ -239,10 +239,9 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     model_config = args.get_model_config()
     if settings.passes_through:
         _require_fit(settings.flag, model_config, settings.decode.refuse(model_config))
-    sinks, chunks = model_config.has_attention_sinks, model_config.is_local_attention_model
-    kinds = {"attention sinks": sinks, "chunked attention": chunks, "a soft cap": soft_cap(model_config) is not None}
-    allowed = dense_backends(settings.method.kind_of(model_config), on_gpu(gpu), *kinds.values())
-    where = next((f" for a model with {kind}" for kind, present in kinds.items() if present), "")
+    features = features_of(model_config, kind := settings.method.kind_of(model_config))
+    allowed = dense_backends(kind, on_gpu(gpu), features)
+    where = f" for a model with {features[0]}" if features else ""
     if deterministic(args):
         allowed = tuple(name for name in allowed if name in DETERMINISTIC_BACKENDS)
         where += " with deterministic inference"

@@ -99,7 +99,7 @@ def forward(backend: SparseAttentionBackend, layer_id: int, mode: ForwardMode = 
     layer = SimpleNamespace(
         layer_id=layer_id, tp_q_head_num=1, qk_head_dim=DIM, scaling=1.0, k_scale=None, v_scale=None
     )
-    vars(layer).update(k_scale_float=None, v_scale_float=None)
+    vars(layer).update(k_scale_float=None, v_scale_float=None, logit_cap=0.0)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
     key = torch.full((1, HEADS, DIM), 1.0 + layer_id)
     backend.forward(torch.ones(1, DIM), key, key, layer, batch)

@@ -149,7 +149,7 @@ def test_tokens_are_attended_to_one_by_one(latent: bool, monkeypatch: pytest.Mon
     aux = AuxBuffers((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
     shape = ModelShape(4, HEADS, 1, LATENT + ROPE, torch.float32, ROPE if latent else 0)
     layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, scaling=SCALING, qk_head_dim=LATENT + ROPE)
-    layer.k_scale_float = layer.v_scale_float = None
+    layer.k_scale_float, layer.v_scale_float, layer.logit_cap = None, None, 0.0
     query, key = torch.randn(2, HEADS, LATENT + ROPE), torch.randn(2, 1, LATENT + ROPE)
     path = DecodePath([method], aux, pool, shape)
     output = path.attend(query.flatten(1), key, key, layer, slots, (batch(),), False, {})

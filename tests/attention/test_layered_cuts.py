@@ -46,7 +46,7 @@ def run(method: PrefillGroups, layers: list[int], ends: list[int]) -> tuple[dict
         )
         for layer_id in filter(path.takes, layers):
             layer: Any = SimpleNamespace(layer_id=layer_id, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM)
-            layer.scaling, layer.k_scale_float, layer.v_scale_float = 0.25, None, None
+            layer.scaling, layer.k_scale_float, layer.v_scale_float, layer.logit_cap = 0.25, None, None, 0.0
             query = QUERIES[layer_id, start:end]
             found[layer_id][start:end] = path.attend(query, query, query, layer, torch.arange(end - start), False)
         start = end

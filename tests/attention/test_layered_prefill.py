@@ -194,7 +194,7 @@ def run(at_work: PrefillPath, spans: list[PrefillSpan]) -> list[torch.Tensor]:
     found = []
     for layer_id in filter(at_work.takes, range(3)):
         layer = SimpleNamespace(layer_id=layer_id, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM)
-        layer.scaling, layer.k_scale_float, layer.v_scale_float = 0.25, None, None
+        layer.scaling, layer.k_scale_float, layer.v_scale_float, layer.logit_cap = 0.25, None, None, 0.0
         query = torch.randn(tokens, HEADS * DIM, generator=torch.Generator().manual_seed(layer_id))
         found.append(at_work.attend(query, query, query, layer, torch.arange(tokens), save_kv_cache=False))
     return found

@@ -37,7 +37,11 @@ def test_an_mla_model_resolves(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_attention_backends_of_mla(backend: str, gpu: bool, allowed: str) -> None:
     mla = SimpleNamespace(
-        attention_arch=SimpleNamespace(name="MLA"), has_attention_sinks=False, is_local_attention_model=False
+        attention_arch=SimpleNamespace(name="MLA"),
+        has_attention_sinks=False,
+        is_local_attention_model=False,
+        hf_config=SimpleNamespace(),
+        hf_text_config=SimpleNamespace(),
     )
     asks = {"get_attention_backends": lambda: [backend], "get_model_config": lambda: mla}
     plain = {"enable_deterministic_inference": False, "rl_on_policy_target": None, "speculative_algorithm": None}

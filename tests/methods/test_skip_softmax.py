@@ -103,7 +103,7 @@ def test_passes_are_the_op_and_are_counted() -> None:
     # All queries look for the first token of row 1.
     query[:, ::DIM], keys[TOKENS, 0, 0] = 4.0, 20.0
     layer: Any = SimpleNamespace(layer_id=2, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.25)
-    layer.k_scale_float = layer.v_scale_float = None
+    layer.k_scale_float, layer.v_scale_float, layer.logit_cap = None, None, 0.0
     path.begin([PrefillSpan(1, 200, 500, groups)], torch.tensor([0, 1]))
     got = path.attend(query, keys[:300], values[:300], layer, torch.arange(300), save_kv_cache=False)
     table = torch.arange(2 * TOKENS // PAGE, dtype=torch.int32).view(2, -1)

@@ -173,7 +173,7 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
     path = DecodePath(settings.decode.methods, aux, pool, SHAPE)
     assert path.last_layer == -1
     layer: Any = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=0.25)
-    layer.k_scale_float = layer.v_scale_float = None
+    layer.k_scale_float, layer.v_scale_float, layer.logit_cap = None, None, 0.0
     got = path.attend(query.flatten(1), query, query, layer, newest, (view,), False, {})
     table = torch.arange(len(lengths) * CONTEXT // PAGE, dtype=torch.int32).view(len(lengths), -1)
     counted = torch.zeros(2, dtype=torch.int64)

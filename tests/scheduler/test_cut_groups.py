@@ -54,7 +54,7 @@ class Server:
         out = query
         for layer_id in LAYERS:
             layer: Any = SimpleNamespace(layer_id=layer_id, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM)
-            layer.scaling, layer.k_scale_float, layer.v_scale_float = DIM**-0.5, None, None
+            layer.scaling, layer.k_scale_float, layer.v_scale_float, layer.logit_cap = DIM**-0.5, None, None, 0.0
             # Layers have queries of their own.
             mine = (query * (1 + layer_id / 4)).flatten(1)
             out = self.path.attend(mine, mine, mine, layer, indices, save_kv_cache=False)

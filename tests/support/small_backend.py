@@ -106,7 +106,7 @@ def make_backend(fields: dict[str, Any]) -> SparseAttentionBackend:
 
 
 def layer_of(layer_id: int) -> Any:
-    more = {"k_scale": None, "v_scale": None, "k_scale_float": None, "v_scale_float": None}
+    more = {"k_scale": None, "v_scale": None, "k_scale_float": None, "v_scale_float": None, "logit_cap": 0.0}
     return SimpleNamespace(layer_id=layer_id, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=SCALING, **more)
 
 

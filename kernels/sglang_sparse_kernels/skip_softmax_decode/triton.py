@@ -39,8 +39,11 @@ def default_config(dim: int, v_dim: int, group: int) -> Config:
     """Not measured yet: the most programs that fit the registers of a multiprocessor of Hopper, without spills.
 
     The values of a block are loaded when its keys have been judged, and the program waits for them. Meanwhile the
-    memory is kept busy by the keys of its next blocks, which are on their way, and by the other programs.
+    memory is kept busy by the keys of its next blocks, which are on their way, and by the other programs. With heads
+    of more than 256 two blocks of keys would not fit the shared memory of all GPUs, nor two programs the registers.
     """
+    if max(dim, v_dim) > 2 * _WIDE_DIM:
+        return Config(num_warps=8, num_stages=1, programs_per_processor=1)
     if max(dim, v_dim) > _WIDE_DIM or group > _WIDE_GROUP:
         return Config(num_warps=8, num_stages=2, max_registers=128, programs_per_processor=2)
     return Config()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -42,6 +42,8 @@ _SMALL_HEADS = Config(block_tokens=128, num_warps=8, num_stages=2)
 # One deep program a multiprocessor, and the shared memory that it takes with rows of 512 bytes.
 _DEEP = Config(block_tokens=128, num_stages=3, programs_per_processor=1)
 _DEEP_BYTES = 136 * 1024
+# Shared memory next to a tile's keys and values, at most: queries and weights.
+_BESIDE = 24 * 1024
 # Selected tokens per multiprocessor from and below which it is used, and share of them that have a program, at least.
 _DEEP_TOKENS, _DEEP_BELOW = 256, 8192
 _DEEP_SHARE = 0.95
@@ -66,14 +68,16 @@ def plan(
         Its parameters, the pages of a tile, and the splits of each row and KV head.
     """
     processors, pairs = num_processors(device), planned_rows(batch) * heads
+    row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
     if config is None:
-        row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
         tokens = pairs * pages * page_size // processors
         config = default_config(row_bytes, tokens, kv_dtype)
         deep = _DEEP_TOKENS <= tokens < _DEEP_BELOW and row_bytes == 512
         if deep and _fits_deep(pairs, group, v_dim, device):
             config = _DEEP
     tile_pages = max(config.block_tokens, page_size) // page_size
+    if row_bytes * tile_pages * page_size + _BESIDE > properties(device).shared_memory:
+        config = replace(config, num_warps=8, num_stages=1)
     splits = num_splits(pairs, pages, tile_pages, config.programs_per_processor * processors)
     return config, tile_pages, splits
 
