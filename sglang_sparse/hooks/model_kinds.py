@@ -151,6 +151,20 @@ WINDOW_POOL = ModelKind(
     {"check_exactness": f"a prefix without its windows cannot be computed again; or add {_ONE_POOL}"},
 )
 
+
+def _other_windows(model: ModelConfig) -> bool:
+    text = model.hf_text_config
+    full = (model.head_dim, model.v_head_dim, text.num_key_value_heads)
+    windowed = (model.swa_head_dim, model.swa_v_head_dim, getattr(text, "swa_num_key_value_heads", full[2]))
+    return model.is_hybrid_swa_compress and windowed != full
+
+
+OTHER_WINDOWS = ModelKind(
+    "a model whose windows have KV of another shape",
+    _other_windows,
+    (FlagLimit("one KV pool", given("disable_hybrid_swa_memory"), f"SGLang's has one shape; leave out {_ONE_POOL}"),),
+)
+
 CHUNKS = ModelKind(
     "a model with chunked attention",
     lambda model: model.is_local_attention_model,
@@ -186,7 +200,7 @@ TOWERS = ModelKind(
     # Of images, ids reach 31 bits, see ``prefix_keys.TOKEN_BITS``.
     no_prefill=f"keys of its groups have no room for the ids of images; text alone is served by {TEXT_ALONE}",
 )
-MODEL_KINDS = (STATES, CHUNKS, WINDOW_POOL, TOWERS)
+MODEL_KINDS = (STATES, CHUNKS, WINDOW_POOL, OTHER_WINDOWS, TOWERS)
 
 
 def kinds_of(model: ModelConfig) -> tuple[ModelKind, ...]:

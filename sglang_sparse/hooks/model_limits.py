@@ -87,6 +87,10 @@ _DUAL_CHUNK = (
 )
 
 
+def _shares_kv(model: ModelConfig) -> bool:
+    return bool(getattr(model.hf_text_config, "num_kv_shared_layers", None))
+
+
 def _repeated_layers(model: ModelConfig) -> bool:
     return model.num_attention_layers != model.num_hidden_layers
 
@@ -157,5 +161,6 @@ MODEL_LIMITS = (
     ModelLimit(
         "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
     ),
+    ModelLimit("model whose layers share KV", _shares_kv, "a layer that reads another one's pages is not proven yet"),
     ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
 )

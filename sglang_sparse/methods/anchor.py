@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.config import is_number
 from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
-from sglang_sparse.methods.support import Architecture, refuse_soft_cap
+from sglang_sparse.methods.support import Architecture, refuse_soft_cap, refuse_wide_heads
 from sglang_sparse_kernels.anchor_prefill import (
     AnchorPlan,
     GroupMeans,
@@ -127,7 +127,7 @@ class Anchor(PrefillMethod):
         """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and thresholds of other models."""
         if model_config.attention_arch.name == "MLA":
             return "anchor needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"
-        if reason := refuse_soft_cap("anchor", model_config):
+        if reason := refuse_soft_cap("anchor", model_config) or refuse_wide_heads("anchor", model_config):
             return reason
         theta, layers = self.config.theta, model_config.num_hidden_layers
         if isinstance(theta, list) and len(theta) != layers:

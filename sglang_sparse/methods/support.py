@@ -115,6 +115,9 @@ class ModelConfig(Architecture, Protocol):
     revision: str | None
 
 
+# Elements of a head. At 512 a tile of AnchorAttention or Skip-Softmax asks for 320 KiB of shared memory (Triton 3.8).
+WIDEST_PREFILL = 256
+
 # What a server's arguments ask for of some kind; None where they do not.
 Judge = Callable[[Any], object | None]
 
@@ -160,6 +163,13 @@ def refuse_soft_cap(name: str, model_config: Architecture) -> str | None:
     """Refuse a model with a soft cap for a method whose kernels compare logits without it, or return None."""
     cap = soft_cap(model_config)
     return cap and f"{name}'s kernels lack this model's soft cap of {cap} on logits; allowed: resa, skip_softmax"
+
+
+def refuse_wide_heads(name: str, model_config: Architecture) -> str | None:
+    """Refuse heads for which a tile of prefill does not fit the shared memory of a GPU, or return None."""
+    if (dim := model_config.head_dim) <= WIDEST_PREFILL:
+        return None
+    return f"{name} prefills heads of at most {WIDEST_PREFILL} dimensions, this model's have {dim}"
 
 
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:

@@ -143,18 +143,24 @@ def test_soft_caps_and_a_sink_for_each_query_head_are_served() -> None:
     assert "layer 1 has attention sinks of another kind, sinks (layers.1.attn)" in said(model)
 
 
-WHAT = {"attention_sinks": "attention sinks", "local_attention": "chunked attention", "soft_cap": "a soft cap"}
-CAPPED = ["triton", "flashinfer", "fa3"]
+WHAT = {
+    "attention_sinks": "attention sinks",
+    "local_attention": "chunked attention",
+    "soft_cap": "a soft cap",
+    "gemma4": "heads of more than 256 dimensions",
+}
+CAPPED, WIDE = ["triton", "flashinfer", "fa3"], ["torch_native", "triton"]
 
 
 @pytest.mark.parametrize(
-    ("model", "allowed"), [("attention_sinks", ["triton", "fa3"]), ("local_attention", ["fa3"]), ("soft_cap", CAPPED)]
+    ("model", "allowed"),
+    [("attention_sinks", ["triton", "fa3"]), ("local_attention", ["fa3"]), ("soft_cap", CAPPED), ("gemma4", WIDE)],
 )
 @pytest.mark.parametrize("name", ["fa3", "triton", "flashinfer", "torch_native"])
 def test_a_model_needs_a_backend_that_has_what_it_has(
     tmp_path: Path, model: str, allowed: list[str], name: str
 ) -> None:
-    args = ServerArgs(model_path=write_config(tmp_path, model), sparse_method="resa", disable_hybrid_swa_memory=True)
+    args = ServerArgs(model_path=write_config(tmp_path, model), sparse_method="resa")
     settings, asked = settings_of(args.record), Backends(args, name)
     assert settings is not None
     why = refusal(asked, settings, (9, 0), stand_in=True)
@@ -174,6 +180,16 @@ def test_methods_whose_kernels_lack_soft_caps_are_refused(tmp_path: Path, flag: 
     with refused("--model-path") as caught:
         ServerArgs(model_path=path, **{flag: name})
     assert f"{name}'s kernels lack this model's soft cap of {30.0 if grok else 50.0} on logits" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["anchor", "skip_softmax"])
+def test_no_method_prefills_heads_of_512(tmp_path: Path, name: str) -> None:
+    """Those of decode serve them, in the layers of full attention."""
+    path = write_config(tmp_path, "gemma4")
+    assert json.loads(ServerArgs(model_path=path, sparse_method="skip_softmax").sparse_config)["layers"] == "1,3"
+    with refused("--model-path") as caught:
+        ServerArgs(model_path=path, sparse_prefill_method=name)
+    assert f"{name} prefills heads of at most 256 dimensions, this model's have 512" in str(caught.value)
 
 
 def test_a_layer_with_chunks_is_refused_by_its_number(tmp_path: Path) -> None:

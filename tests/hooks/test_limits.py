@@ -95,6 +95,7 @@ OF_KINDS = {
         "two_pools",
         (*_OF_MOST, Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA")),
     ),
+    "a model whose windows have KV of another shape": ("gemma4", (on("one KV pool", "disable_hybrid_swa_memory"),)),
     "a model with towers for media": (
         "towers",
         (
@@ -117,8 +118,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("FlexKV", "enable_flexkv"),
             on("changing PD roles", "enable_pd_role_switch"),
             Trigger(
-                "data-parallel attention with padded experts",
-                {"moe_a2a_backend": "pplx", "enable_dp_attention": True},
+                "data-parallel attention with padded experts", {"moe_a2a_backend": "pplx", "enable_dp_attention": 1}
             ),
             on("distributed weights", "dwdp_size", 2),
             on("two-batch overlap", "enable_two_batch_overlap"),

@@ -27,8 +27,8 @@ MODELS = {
     "model with dual chunk attention": ("dual_chunk",),
     "model whose chunks SGLang does not see": ("unseen_chunks",),
     "model with its own sparse attention": ("own_sparse_attention",),
+    "model whose layers share KV": ("shared_kv",),
     "model with several attentions a layer": ("several_attentions",),
-    "model with a soft cap on attention logits": ("soft_cap",),
 }
 # What SGLang refuses by itself for each model that a method serves, but DSA's.
 BY_SGLANG = (

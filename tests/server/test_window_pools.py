@@ -20,7 +20,7 @@ from server_requests import (
     sparse_state,
     spent,
 )
-from window_checkpoints import random_chunked, random_windowed
+from window_checkpoints import random_chunked, random_gemma4, random_windowed
 
 from launch.server import ServerProcess
 
@@ -95,6 +95,24 @@ def test_other_models_agree_as_they_are_served_by_default(
         assert "Use sliding window memory pool" in server.log()
         assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
         assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(512, marks=pytest.mark.long)])
+def test_text_of_gemma_4_agrees(serve, tmp_path: Path, dim: int) -> None:
+    """Its layers of full attention have another dimension of heads and fewer KV heads than those with windows."""
+    likely = by_transformers(random_gemma4(tmp_path, WINDOW, dim))
+    (prompt,), (output,) = random_prompts(1, [300], 1000), random_prompts(2, [141], 1000)
+    text = ("--json-model-override-args", '{"language_model_only": true}')
+    with serve(tmp_path, *FLAGS, *text, config=RESA, env=AT_ONCE) as server:
+        assert "Use sliding window memory pool" in server.log()
+        state = sparse_state(server)
+        assert state["config"]["layers"] == "2,5" and state["sparse_layers"] == 2
+        assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
+        assert_nothing_leaked(server)
+    config = {"threshold_scale_factor": 0, "dense_fallback": "never"}
+    with serve(tmp_path, *FLAGS, *text, method="skip_softmax", config=config, env=AT_ONCE) as server:
+        assert off(forced(server, prompt, output), likely(prompt, output)) < 1e-4
+        assert sparse_state(server)["sparse_layer_rows"] > 0
 
 
 @pytest.mark.long

@@ -25,6 +25,27 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 64,
 }
 
+# For text alone, with heads of 512 in the layers of full attention.
+_GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "language_model_only": True,
+    "text_config": {
+        **_SIZES,
+        "model_type": "gemma4_text",
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "vision_config": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32},
+    "audio_config": None,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**_SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
     "mla": {
@@ -144,6 +165,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 64,
     },
+    "gemma4": _GEMMA4,
+    "shared_kv": {**_GEMMA4, "text_config": {**_GEMMA4["text_config"], "num_kv_shared_layers": 2}},
     "attention_sinks": {
         **_SIZES,
         "architectures": ["GptOssForCausalLM"],

@@ -72,6 +72,37 @@ def random_chunked(path: Path, chunk: int = 64, seed: int = 0, towers: bool = Tr
     return save(path, Llama4ForConditionalGeneration(both), 1024, {})
 
 
+def random_gemma4(path: Path, window: int = 64, head_dim: int = 64, seed: int = 0) -> Path:
+    """Random float32 checkpoint of Gemma 4 with its tower: 2 and 5 of six layers attend to all tokens.
+
+    Hidden 256, 8 query heads; 2 KV heads of 32 in windows, and one of ``head_dim`` in the other layers, which project
+    keys and values by the same weights. Queries are normed so that logits are as small as those of other models.
+
+    Args:
+        path: its folder.
+        window: tokens that a windowed layer sees, the newest among them.
+        head_dim: as said.
+        seed: of the weights.
+    """
+    import torch
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 2
+    text = {**fields(6, 1024), "num_key_value_heads": 2, "head_dim": 32, "sliding_window": window, "pad_token_id": 0}
+    text |= {"layer_types": kinds, "tie_word_embeddings": True, "hidden_size_per_layer_input": 0}
+    text |= {"global_head_dim": head_dim, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    text |= {"num_kv_shared_layers": 0}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 32}
+    model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=vision, audio_config=None))
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            # Attention has no other scale.
+            parameter.data.fill_(len(parameter) ** -0.5)
+    return save(path, model, 1024, {})
+
+
 # What SGLang takes where transformers 5 writes a theta by the kind of layer; published checkpoints have one for both.
 _ROPE = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full", "sliding")}
 _MIMO_ROPE = {kind: {**rope, "partial_rotary_factor": 0.334} for kind, rope in _ROPE.items()}

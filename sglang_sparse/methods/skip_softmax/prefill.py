@@ -29,7 +29,7 @@ from sglang_sparse.methods.skip_softmax.calibration_file import (
     refuse_other_model,
     resolved_fields,
 )
-from sglang_sparse.methods.support import Architecture, ModelConfig
+from sglang_sparse.methods.support import Architecture, ModelConfig, refuse_wide_heads
 from sglang_sparse_kernels.common.launch import to_device
 from sglang_sparse_kernels.skip_softmax_prefill import (
     TILE_QUERIES,
@@ -107,9 +107,9 @@ class SkipSoftmax(PrefillMethod):
         return TILE_QUERIES
 
     def refuse(self, model_config: Architecture) -> str | None:
-        """Refuse MLA models, for whose expanded keys of prefill there is no kernel."""
+        """Refuse MLA models, for whose expanded keys of prefill there is no kernel, and heads too wide for it."""
         if model_config.attention_arch.name != "MLA":
-            return None
+            return refuse_wide_heads("skip_softmax", model_config)
         return (
             "skip_softmax prefills MHA and GQA models; this one uses MLA (multi-head latent attention), which SGLang "
             "prefills with keys expanded for each head, apart from its cache; allowed: --sparse-method skip_softmax, "
