@@ -158,9 +158,9 @@ class DecodePath:
         if isinstance(method, AttendsItself):
             scales = (layer.scaling, k_scale, v_scale)
             # Methods of others may know neither sinks nor soft caps, which few models have.
-            more = {} if sinks is None else {"sinks": sinks}
-            attend = partial(method.attend, soft_cap=layer.logit_cap) if layer.logit_cap else method.attend
-            return attend(view, layer.layer_id, query, keys, values, slots, *scales, **more)
+            attend = method.attend if sinks is None else partial(method.attend, sinks=sinks)
+            attend = partial(attend, soft_cap=layer.logit_cap) if layer.logit_cap else attend
+            return attend(view, layer.layer_id, query, keys, values, slots, *scales)
         queries, asking, newest = view.queries, query, slots
         if queries > 1:
             # One selection for all, by the one token that is sure to stay: with others, wrong drafts would choose too.

@@ -378,7 +378,7 @@ def features_of(model: ModelConfig, kind: str) -> list[str]:
         "attention sinks": model.has_attention_sinks,
         "chunked attention": model.is_local_attention_model,
         "a soft cap": soft_cap(model) is not None,
-        "heads of more than 256 dimensions": kind == "MHA" and model.head_dim > 256,
+        "heads of more than 256 dimensions": kind == "MHA" and (model.head_dim or 0) > 256,
     }
     return [feature for feature, present in found.items() if present]
 

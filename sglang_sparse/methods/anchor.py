@@ -124,7 +124,7 @@ class Anchor(PrefillMethod):
         return max(super().dense_below, self.group_tokens)
 
     def refuse(self, model_config: Architecture) -> str | None:
-        """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and thresholds of other models."""
+        """Refuse MLA models, whose cache holds latents, what the kernels lack, and thresholds of other models."""
         if model_config.attention_arch.name == "MLA":
             return "anchor needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"
         if reason := refuse_soft_cap("anchor", model_config) or refuse_wide_heads("anchor", model_config):

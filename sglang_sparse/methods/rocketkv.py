@@ -184,7 +184,7 @@ class Rocketkv(PromptSelector):
         return min(self.max_kept, first_visible), first_visible
 
     def refuse(self, model_config: Architecture) -> str | None:
-        """Refuse MLA models, head dimensions that kernels or ``topr`` do not fit, and dense layers with "compact"."""
+        """Refuse MLA models, what kernels or ``topr`` do not fit, and dense layers with "compact"."""
         if model_config.attention_arch.name == "MLA":
             return "rocketkv needs an MHA or GQA model; this one uses MLA (multi-head latent attention): see robsa"
         if reason := refuse_soft_cap("rocketkv", model_config) or refuse_sizes(model_config, {"head_dim": HEAD_DIMS}):

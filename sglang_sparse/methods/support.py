@@ -162,7 +162,8 @@ def soft_cap(model_config: Architecture) -> float | None:
 def refuse_soft_cap(name: str, model_config: Architecture) -> str | None:
     """Refuse a model with a soft cap for a method whose kernels compare logits without it, or return None."""
     cap = soft_cap(model_config)
-    return cap and f"{name}'s kernels lack this model's soft cap of {cap} on logits; allowed: resa, skip_softmax"
+    lacking = f"{name}'s kernels lack this model's soft cap of {cap} on logits; allowed: resa, skip_softmax"
+    return None if cap is None else lacking
 
 
 def refuse_wide_heads(name: str, model_config: Architecture) -> str | None:

@@ -26,6 +26,7 @@ CASES = [
     Case(3, 1, 1, 2, 64, BF16),
     Case(3, 1, 2, 2, 64, BF16),
     Case(3, 1, 64, 1, 256, BF16, count=8),
+    Case(3, 1, 16, 1, 512, BF16, count=6),
     Case(4, 1, 32, 2, 64, FP8, count=2),
     Case(4, 1, 16, 2, 64, BF16, count=1),
     Case(0, 4, 16, 2, 64, BF16),

@@ -30,6 +30,7 @@ CASES = [
     Case((5,), 2, 1, 64, FP32, FP32),
     Case((12, 30), 1, 7, 96, FP16, FP16, local_pages=3),
     Case((9, 40), 2, 2, 256, BF16, BF16),
+    Case((9, 40), 1, 8, 512, BF16, BF16),
     Case((64, 17), 2, 8, 128, BF16, FP8, local_pages=0),
     Case((20,), 1, 4, 64, FP16, BF16, width=150),
     Case((8, 3), 2, 4, 96, BF16, FP8, local_pages=100),

@@ -23,6 +23,8 @@ CASES = [
     Case((5,), 2, 1, 64, FP32, BF16, centroids=3),
     Case((12, 130), 1, 7, 96, FP16, BF16, local_pages=3, centroids=2),
     Case((9, 40), 2, 2, 256, BF16, BF16, centroids=8),
+    Case((9, 40), 1, 8, 512, BF16, BF16),
+    Case((9, 70), 1, 8, 512, BF16, BF16, centroids=0),
     Case((64, 17), 2, 20, 64, BF16, BF16, local_pages=0, centroids=1),
     Case((30,), 1, 3, 80, BF16, BF16),
     Case((70, 0, 64), 2, 4, 128, BF16, BF16, width=100, centroids=0),
