@@ -372,13 +372,13 @@ PREFILL_LIMITS = (
 )
 
 
-def features_of(model: ModelConfig, kind: str) -> list[str]:
+def features_of(model_config: ModelConfig, kind: str) -> list[str]:
     """Return what a model has that some of SGLang's backends lack, keys of `_LACKING`."""
     found = {
-        "attention sinks": model.has_attention_sinks,
-        "chunked attention": model.is_local_attention_model,
-        "a soft cap": soft_cap(model) is not None,
-        "heads of more than 256 dimensions": kind == "MHA" and (model.head_dim or 0) > 256,
+        "attention sinks": model_config.has_attention_sinks,
+        "chunked attention": model_config.is_local_attention_model,
+        "a soft cap": soft_cap(model_config) is not None,
+        "heads of more than 256 dimensions": kind == "MHA" and (model_config.head_dim or 0) > 256,
     }
     return [feature for feature, present in found.items() if present]
 
