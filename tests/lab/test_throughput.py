@@ -18,7 +18,7 @@ SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"evic
 # KV tokens of a prompt that a request holds which has let go of it.
 HELD = 2096
 # Requests a second by server and batch: the dense one is best at 16.
-RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}} | dict.fromkeys(("compact", "other"), {8: 0.15, 16: 0.25, 32: 0.375})
+RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}} | {key: {8: 0.15, 16: 0.25, 32: 0.375} for key in ("compact", "other")}
 
 
 @pytest.fixture(autouse=True)
