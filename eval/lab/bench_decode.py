@@ -185,7 +185,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         peers = read_peers(args.peer, header)
         header["peers"] = [peer.file for peer in peers]
         arms = make_arms(args, server.vocabulary_size(args.vocab), facts["sparse"] is not None)
-        with SpeedRecord(args.out, COMMAND, args.revision, **header) as record:
+        here = header["server_command"] is not None
+        with SpeedRecord(args.out, COMMAND, args.revision, watch=here, **header) as record:
             for arm in (arm for arm in arms if arm.name.startswith("dense")):
                 # One by one: beside others a prompt's chunks end elsewhere, and there recurrent states are cached.
                 for prompt in tqdm(arm.prompts, desc=f"prefill of {arm.name}"):

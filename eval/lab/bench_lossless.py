@@ -132,7 +132,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         peers = read_peers(args.dense_file, header)
         header["peers"] = [peer.file for peer in peers]
         rows = []
-        with SpeedRecord(args.out, COMMAND, args.revision, **header) as record:
+        here = header["server_command"] is not None
+        with SpeedRecord(args.out, COMMAND, args.revision, watch=here, **header) as record:
             for kind in args.texts:
                 prompts = make_prompts(args, server, kind)
                 server.each(generate, [request_of(prompt, 1, DENSE) for prompt in prompts], f"prefill of {kind}")

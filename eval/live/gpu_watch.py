@@ -1,9 +1,10 @@
 """Whether a measurement had its GPUs to itself, and at their full clock: a ratio is worth nothing otherwise.
 
-`SpeedRecord` is the file of a benchmark. It is refused while something else computes on a GPU, and has no summary where
-a clock was slowed down meanwhile: by heat, by the board's power supply, or by another fault of the hardware. The power
-limit of the card is no such fault, since users have it too; how often it held the clock back is in the file, in its row
-``gpus``. GPUs are those that this process sees; without any, or where NVML cannot look at them, nothing is watched.
+`SpeedRecord` is the file of a benchmark. It is refused where something else computes on a GPU at its beginning; what
+begins later is not seen. It has no summary where a clock was slowed down meanwhile: by heat, by the board's power
+supply, or by another fault of the hardware. The power limit of the card is no such fault, since users have it too; how
+often it held the clock back is in the file, in a row of kind ``gpus`` for each run. GPUs are those that this process
+sees; where NVML cannot look at them, the row says why.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import pynvml
 
 from eval.live.counters import EvaluationError
-from eval.live.record import Record
+from eval.live.record import Record, read_rows
 
 EVERY = 0.25
 # Seconds without load, and the longest wait for them: a server that has just started may still be at it.
@@ -42,17 +43,21 @@ def load_of(handle: Any) -> int:
 
 
 def handles() -> list[Any]:
-    """NVML's handles of the GPUs that this process sees, in its order; none where NVML cannot look at them."""
+    """NVML's handles of the GPUs that this process sees, in its order.
+
+    Raises:
+        pynvml.NVMLError: it cannot look at them.
+    """
     import torch
 
-    found = [torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count())]
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        known = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in found]
-        for handle in known:
-            Seen().sample(handle)
-        return known
-    return []
+    uuids = [torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count())]
+    if not uuids:
+        return []
+    pynvml.nvmlInit()
+    found = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
+    for handle in found:
+        Seen().sample(handle)
+    return found
 
 
 @dataclass
@@ -73,11 +78,13 @@ class Seen:
 
     def sample(self, handle: Any) -> None:
         """Look once; an idle GPU has another clock, and does not count."""
+        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
         if load_of(handle) <= IDLE:
             return
-        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        self.clocks.append(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-        self.celsius = max(self.celsius, pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+        self.clocks.append(clock)
+        self.celsius = max(self.celsius, celsius)
         self.capped += bool(reasons & pynvml.nvmlClocksEventReasonSwPowerCap)
         for cause, bits in SLOWED.items():
             self.slowed[cause] += bool(reasons & bits)
@@ -93,16 +100,49 @@ class Seen:
         return facts | {"power_capped": self.capped / count, "slowed": shares}
 
 
+def slowed(row: dict[str, Any]) -> str | None:
+    """What slowed a GPU down for more than an instant, by a row of kind ``gpus``; None for others."""
+    for number, facts in enumerate(row.get("gpus", ())):
+        for cause, share in facts.get("slowed", {}).items():
+            if share > RARE:
+                return f"GPU {number} was slowed down by {cause} in {share:.0%} of the samples under load"
+    return None
+
+
 class SpeedRecord(Record):
     """A `Record` of speeds, whose first summary is preceded by what became of the GPUs.
+
+    One in which a GPU was slowed down is made anew.
+
+    Args:
+        path: see `Record`, as the further ones.
+        command: its name.
+        revision: of the code.
+        resume: whether to go on with the file.
+        watch: False for a server that is not seen to run here.
+        **header: facts for the first line.
 
     Raises:
         EvaluationError: at first where a GPU is busy; at the summary where one was slowed down.
     """
 
-    def __init__(self, path: Path, command: str, revision: str | None = None, resume: bool = False, **header: Any):
-        self._gpus = [(handle, Seen()) for handle in handles()]
-        self._require_idle()
+    def __init__(
+        self,
+        path: Path,
+        command: str,
+        revision: str | None = None,
+        resume: bool = False,
+        watch: bool = True,
+        **header: Any,
+    ):
+        self._gpus: list[tuple[Any, Seen]] = []
+        self._unwatched: dict[str, str] = {}
+        try:
+            self._gpus = [(handle, Seen()) for handle in handles()] if watch else []
+            self._require_idle()
+        except pynvml.NVMLError as error:
+            self._gpus, self._unwatched = [], {"unwatched": str(error)}
+        resume = resume and not (path.exists() and any(map(slowed, read_rows(path))))
         super().__init__(path, command, revision, resume, **header)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -130,23 +170,24 @@ class SpeedRecord(Record):
 
     def add(self, kind: str, **fields: Any) -> None:
         """See `Record.add`."""
-        if kind == "summary" and self._gpus and not self._ended.is_set():
-            self._end()
-            found = [seen.facts() for _, seen in self._gpus]
-            super().add("gpus", gpus=found)
-            for number, facts in enumerate(found):
-                for cause, share in facts.get("slowed", {}).items():
-                    if share > RARE:
-                        raise EvaluationError(
-                            f"GPU {number} was slowed down by {cause} in {share:.0%} of the samples under load: no "
-                            "ratio; let it cool down (nvidia-smi -q -d PERFORMANCE) and run the command again"
-                        )
+        found = self._end() if kind == "summary" else None
+        if found:
+            raise EvaluationError(
+                f"{found}: no ratio; let it cool down (nvidia-smi -q -d PERFORMANCE), and the same command begins anew"
+            )
         super().add(kind, **fields)
 
-    def _end(self) -> None:
+    def _end(self) -> str | None:
+        """Once: end the watch and write what it saw. Returns what slowed a GPU down."""
+        if self._ended.is_set():
+            return None
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
+        row = {"gpus": [seen.facts() for _, seen in self._gpus], **self._unwatched}
+        if self._gpus or self._unwatched:
+            super().add("gpus", **row)
+        return slowed(row)
 
     def __enter__(self) -> SpeedRecord:
         if self._gpus:

@@ -218,6 +218,11 @@ VERIFY_LIMITS = (
         lambda args: drafting(args) and given("speculative_adaptive", "enable_multi_layer_eagle")(args),
         "a sparse verification has one number of tokens and follows one worker",
     ),
+    FlagLimit(
+        "drafts with the KV canary",
+        lambda args: drafting(args) and _CANARY(args),
+        "not proven yet; leave out --kv-canary",
+    ),
 )
 
 # With the second one a row that this rank has planned to rectify may be gone when the step is launched.
@@ -290,6 +295,7 @@ DRAFT_LIMITS = (
         ),
         "it follows from --speculative-num-steps; leave it out",
     ),
+    FlagLimit("the KV canary", _CANARY, "not proven yet; leave it out"),
     FlagLimit("LoRA", _LORA, "SGLang's buffers of adapters have one width, and a round two; leave out LoRA's flags"),
     FlagLimit("a draft model", given("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
     FlagLimit("settings of other speculative algorithms", _other_drafting, "they would do nothing; leave them out"),

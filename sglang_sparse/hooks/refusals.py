@@ -241,7 +241,7 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
         _require_fit(settings.flag, model_config, settings.decode.refuse(model_config))
     features = features_of(model_config, kind := settings.method.kind_of(model_config))
     allowed = dense_backends(kind, on_gpu(gpu), features)
-    where = f" for a model with {features[0]}" if features else ""
+    where = f" for a model with {' and '.join(features)}" if features else ""
     if deterministic(args):
         allowed = tuple(name for name in allowed if name in DETERMINISTIC_BACKENDS)
         where += " with deterministic inference"

@@ -156,7 +156,8 @@ def soft_cap(model_config: Architecture) -> float | None:
     """Return the soft cap of a model's attention logits, in natural units, or None."""
     # SGLang caps those of Grok 1, whose config does not say it.
     grok = any(name.startswith("Grok1") for name in getattr(model_config.hf_config, "architectures", None) or ())
-    return getattr(model_config.hf_text_config, "attn_logit_softcapping", 30.0 if grok else None) or None
+    cap = getattr(model_config.hf_text_config, "attn_logit_softcapping", 30.0 if grok else None)
+    return cap if cap and cap > 0 else None
 
 
 def refuse_soft_cap(name: str, model_config: Architecture) -> str | None:

@@ -81,6 +81,33 @@ def test_the_power_limit_is_told_and_idle_samples_do_not_count(tmp_path: Path, m
     assert (gpu["sm_mhz"], gpu["celsius"]) == (1980, 61)
 
 
+def test_a_slowed_run_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it came to its summary or was interrupted before; what was measured at full clock is gone on with."""
+    path = tmp_path / "run.jsonl"
+    for reason, earlier in ((HOT, 0), (CAPPED, 1)):
+        Gpu(idle_then(), reason).patch(monkeypatch)
+        with SpeedRecord(path, "eval.bench_serving") as record:
+            record.add("item", id="0")
+            while len(record._gpus[0][1].clocks) < 20:
+                pass
+        Gpu(idle_then()).patch(monkeypatch)
+        with SpeedRecord(path, "eval.bench_serving", resume=True) as record:
+            assert sum(row["kind"] == "item" for row in record.earlier) == earlier
+
+
+def test_what_cannot_be_watched_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def handles() -> list[Gpu]:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(gpu_watch, "handles", handles)
+    with SpeedRecord(tmp_path / "run.jsonl", "eval.bench_serving") as record:
+        record.add("summary")
+    assert read_rows(tmp_path / "run.jsonl")[1] == {"kind": "gpus", "gpus": [], "unwatched": "Not Supported"}
+    with SpeedRecord(tmp_path / "run.jsonl", "eval.bench_serving", watch=False) as record:
+        record.add("summary")
+    assert [row["kind"] for row in read_rows(tmp_path / "run.jsonl")] == ["header", "summary"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_gpu_at_work_is_seen(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("adaptive or multi-layer drafts", {"speculative_adaptive": True} | EAGLE),
             Trigger("adaptive or multi-layer drafts", {"enable_multi_layer_eagle": True} | EAGLE),
             Trigger("drafts with data-parallel attention or pipeline parallelism", {"pp_size": 2} | EAGLE),
+            Trigger("drafts with the KV canary", {"kv_canary": "log"} | EAGLE),
         ),
     ),
     "RECTIFY_LIMITS": (
@@ -197,6 +198,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("--speculative-num-draft-tokens", {"speculative_num_draft_tokens": 7, "speculative_num_steps": 3}),
             *LORA,
             on("a draft model", "speculative_draft_model_path", "some/draft"),
+            on("the KV canary", "kv_canary", "log"),
             *(
                 Trigger("settings of other speculative algorithms", {flag: value}, named=True)
                 for flag, value in (
@@ -300,6 +302,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-prefill-method anchor cannot run with ",
         (
             Trigger("drafts with data-parallel attention or pipeline parallelism", {"pp_size": 2} | EAGLE),
+            Trigger("drafts with the KV canary", {"kv_canary": "log"} | EAGLE),
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
             on("storage behind the prefix cache", "hicache_storage_backend", "file"),
             on("storage behind the prefix cache", "enable_unified_cache_external_linker"),

@@ -147,6 +147,17 @@ def test_rows_of_micro_batches_keep_their_places(serve, monkeypatch: pytest.Monk
             assert all(state["rectified_tokens"] > 0 for state in states(server))
             assert_nothing_leaked(server)
 
+    def one_by_one(rank: int) -> list[dict[str, Any]]:
+        # Of other lengths on each rank: one rectifies while the other one decodes.
+        asked = [ASKED | {"sampling_params": ASKED["sampling_params"] | {"max_new_tokens": 24 - 5 * rank}}] * 3
+        return [server.generate(input_ids=PROMPTS[0], data_parallel_rank=rank, **one) for one in asked]
+
+    with started(serve, "resa", *ranks, *stages, model=model) as server, ThreadPoolExecutor() as pool:
+        for rank, answers in enumerate(pool.map(one_by_one, range(2))):
+            for answer in answers:
+                assert answer["output_ids"] == expected[0]["output_ids"][: 24 - 5 * rank]
+        assert all(state["rectified_tokens"] > 0 for state in states(server))
+
 
 @pytest.mark.parametrize("name", METHODS)
 def test_stages_answer_as_one_does(serve, alone, name: str, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def open_file(
 ) -> tuple[SpeedRecord, list[dict[str, Any]]]:
     """Open the file of a benchmark, which goes on with one that is not complete.
 
-    It is complete with a summary in which every server of ``--server`` has a row.
+    It is complete with a summary, once every server of ``--server`` has rows; ``--server`` is the same in each run.
 
     Args:
         args: the command line.

@@ -85,7 +85,9 @@ class ModelFacts:
         self.num_hidden_layers: int = text.num_hidden_layers
         self.context_len: int = text.max_position_embeddings
         self.rope_dim: int = getattr(text, "qk_rope_head_dim", None) or 0
-        self.head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        # Gemma 4 has wider heads in the layers of full attention.
+        wide = getattr(text, "global_head_dim", None) or getattr(text, "head_dim", None)
+        self.head_dim: int = wide or text.hidden_size // text.num_attention_heads
 
     @property
     def architecture(self) -> str:
