@@ -48,6 +48,7 @@ class Arguments:
     enable_deterministic_inference: bool
     enable_dp_attention: bool
     enable_mixed_chunk: bool
+    enable_pd_role_switch: bool
     grpc_mode: bool
     kv_cache_dtype: str
     load_format: str

@@ -111,12 +111,17 @@ class Settings:
         return bool(self.rectify and self.rectify.rectify_interval)
 
 
+def only_role(args: Arguments) -> str:
+    """Return SGLang's ``--disaggregation-mode``; "null" where a server may change it, and needs the methods of both."""
+    return "null" if getattr(args, "enable_pd_role_switch", False) else getattr(args, "disaggregation_mode", "null")
+
+
 def of_role(settings: Settings, mode: str) -> Settings | None:
     """Return the methods of the phase that a server has, so that both servers of a pair may get the same flags.
 
     Args:
         settings: what the flags ask for.
-        mode: SGLang's ``--disaggregation-mode``.
+        mode: see `only_role`.
 
     Returns:
         The methods, or None where the flags ask for none of this phase.
@@ -258,7 +263,7 @@ def _read(server_args: Arguments) -> Settings | None:
         str(resolved),
         prefill or None,
         str(getattr(server_args, "sparse_prefill_config", None)),
-        getattr(server_args, "disaggregation_mode", "null"),
+        only_role(server_args),
     )
 
 

@@ -15,6 +15,7 @@ from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import adapter_of_namespace, prefill_of_namespace
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
+from sglang_sparse.methods.support import is_decode_server
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError, remember_inserts
 from sglang_sparse.scheduler.prefill_chunks import split_prompt
 from sglang_sparse.scheduler.prefix_keys import require_whole_groups, token_ids
@@ -117,7 +118,7 @@ def check_tree(scheduler: Scheduler, tolerance: float | None = None) -> TreeRepo
         sums = checksums(runner.token_to_kv_pool, [*hashes])
         identities = {page: (found, sums[place]) for place, (page, found) in enumerate(hashes.items())}
         unproven = {page for page, identity in identities.items() if memory.proven.get(page) != identity}
-        if arguments.of(runner.server_args).disaggregation_mode != "decode":
+        if not is_decode_server(arguments.of(runner.server_args)):
             # On the decode server of a pair, a request's first step summarises its whole prefix: see `arrivals`.
             _require_fresh_summaries(runner.token_to_kv_pool, sorted(unproven))
         checked, worst, adapters = 0, 0.0, runner.lora_manager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import DRAFTERS, drafts_itself
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.methods.support import FlagLimit, Judge, above_one
+from sglang_sparse.methods.support import FlagLimit, Judge, above_one, is_decode_server
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -38,11 +38,6 @@ def drafting(args: Arguments) -> str | None:
 def uses_dp_attention(args: Arguments) -> object | None:
     """Return what asks for data-parallel attention, by its new flag or its old one."""
     return args.enable_dp_attention or above_one("attn_dp_size")(args)
-
-
-def is_decode_server(args: Arguments) -> str | None:
-    """The mode of a disaggregated pair's decode server."""
-    return mode if (mode := args.disaggregation_mode) == "decode" else None
 
 
 def without_tree(args: Arguments) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_sparse.config.machine import Gpu
-from sglang_sparse.config.settings import of_role
+from sglang_sparse.config.settings import of_role, only_role
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import deterministic, dsa_flags, refusals
 
@@ -48,7 +48,7 @@ def judge_flags(args: Arguments, settings: Settings, gpu: Gpu = None) -> Setting
 
     def judge(own: Settings) -> Settings:
         # What is left to the other server of a pair asks nothing of this one, which is SGLang's own.
-        if of_role(own, args.disaggregation_mode) is None:
+        if of_role(own, only_role(args)) is None:
             return own
         refusals.require_before(args, own, gpu)
         deterministic.require(args, own)

@@ -10,12 +10,11 @@ from sglang_sparse.hooks.flag_predicates import (
     drafter,
     drafting,
     environment,
-    is_decode_server,
     lossless,
     uses_dp_attention,
     without_tree,
 )
-from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than, soft_cap
+from sglang_sparse.methods.support import FlagLimit, above_one, given, is_decode_server, other_than, soft_cap
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
@@ -62,6 +61,12 @@ _OWN_TREE = (
     "what keeps approximate KV out of the prefix cache hooks SGLang's own tree, and another one would have to be cut, "
     f"too; its cores: {', '.join(TREE_CORES)}"
 )
+_OTHER_TREE = FlagLimit(
+    "radix cache backend",
+    given("radix_cache_backend"),
+    "it may give SGLang's tree a storage of its own, and flags do not say so; served by --sparse-method without a "
+    "prefill method, compaction or check_exactness",
+)
 
 
 def _foreign_core(_: object) -> str | None:
@@ -86,11 +91,6 @@ FLAG_LIMITS = (
         "served",
     ),
     FlagLimit("FlexKV", given("enable_flexkv"), _OWN_TREE),
-    FlagLimit(
-        "changing PD roles",
-        given("enable_pd_role_switch"),
-        "which methods a server has is settled at its start; it would have to keep those of both roles",
-    ),
     FlagLimit(
         "data-parallel attention with padded experts",
         lambda args: args.moe_a2a_backend if uses_dp_attention(args) and args.moe_a2a_backend in PADDED else None,
@@ -149,7 +149,6 @@ FLAG_LIMITS = (
         given("enable_torch_compile"),
         "the compiled step is traced once, and a sparse and a dense graph would have to be traced apart",
     ),
-    FlagLimit("radix cache backend", given("radix_cache_backend"), _OWN_TREE),
     FlagLimit("radix tree core", _foreign_core, _OWN_TREE),
     FlagLimit(
         "KV cache dtype",
@@ -309,6 +308,7 @@ DRAFT_LIMITS = (
 # Of servers with "check_exactness".
 CHECK_LIMITS = (
     _TREE_OF_A_PAIR,
+    _OTHER_TREE,
     FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "it has nothing to prove"),
     FlagLimit(
         "storage behind the prefix cache",
@@ -324,10 +324,11 @@ CHECK_LIMITS = (
 )
 
 COMPACT_LIMITS = (
+    _OTHER_TREE,
     FlagLimit(
         "--disaggregation-mode",
         is_decode_server,
-        "what a retracted request takes back is its whole prompt; allowed: null, prefill",
+        "what a retracted request takes back is its whole prompt; allowed: null, or prefill for good",
     ),
     FlagLimit("data-parallel attention", uses_dp_attention, "a step that SGLang makes dense would read freed pages"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
@@ -357,6 +358,7 @@ COMPACT_LIMITS = (
 
 PREFILL_LIMITS = (
     _DRAFTS_APART,
+    _OTHER_TREE,
     FlagLimit(
         "adaptive speculative decoding",
         lambda args: drafting(args) and given("speculative_adaptive")(args),

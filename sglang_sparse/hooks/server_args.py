@@ -14,12 +14,13 @@ from sglang.srt.server_args import ServerArgs
 from sglang_sparse.config import arguments
 from sglang_sparse.config.arguments import CHAIN, CHAINS, Arguments, drafts_itself
 from sglang_sparse.config.files import checkpoint_config, read_config
-from sglang_sparse.config.settings import Settings, build, of_role, page_size_fields, settings_of
+from sglang_sparse.config.settings import Settings, build, of_role, only_role, page_size_fields, settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import apply, dsa_flags, refusals
 from sglang_sparse.hooks.judge import judge_flags, judge_model
 from sglang_sparse.methods import registry
+from sglang_sparse.methods.support import is_decode_server
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def _keep_phase(args: Arguments, settings: Settings) -> bool:
 
     What is left to the other one still decides the page size, which both must share.
     """
-    mode = args.disaggregation_mode
+    mode = only_role(args)
     kept = of_role(settings, mode)
     if kept is settings:
         return True
@@ -202,11 +203,12 @@ def _refuse_orphans(server_args: Arguments) -> None:
 def keep_prefill_graphs(original: Callable[[object], None], record: object) -> None:
     """Around ``apply_cuda_graph_disaggregation_roles``: leave a decode server the graphs of rectifying passes.
 
-    SGLang switches graphs of prefill off there, as only the other server of a pair prefills.
+    SGLang switches graphs of prefill off there, as only the other server of a pair prefills. A server that changes its
+    role keeps the graphs of both, so that none is recorded once it serves.
     """
     args = arguments.of(record)
     settings = settings_of(args)
-    if args.disaggregation_mode != "decode" or settings is None or not settings.rectifies:
+    if not is_decode_server(args) or settings is None or not (settings.rectifies or args.enable_pd_role_switch):
         original(record)
 
 

@@ -41,10 +41,13 @@ def report_active(info: dict[str, object], scheduler: Scheduler, *_: object) -> 
         runs = _runs_dsa(backend)
         if runs:
             _announce(scheduler, settings)
-    elif isinstance(tree, UnifiedRadixCache):
+    elif type(tree) is UnifiedRadixCache:
+        # `--radix-cache-backend` may build another one, and a class of its own may go around what is hooked.
         runs = type(backend).__name__ == "SparseAttentionBackend"
     else:
-        raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache; its inserts are not hooked")
+        raise UnsupportedSGLangError(
+            f"got a {type(tree).__name__} as prefix cache; its inserts are not hooked, as UnifiedRadixCache's are"
+        )
     if runs:
         info.update({field: getattr(arguments.of(scheduler.server_args), field) for field in REPORTED})
     prometheus.start(scheduler)

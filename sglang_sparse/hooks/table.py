@@ -28,7 +28,7 @@ HOOKS = (
         "server_args",
         "AROUND",
         "hooks.server_args:keep_prefill_graphs",
-        "keep CUDA graphs of prefill on a decode server, whose rectifying passes run in them",
+        "keep a decode server's CUDA graphs of prefill if it rectifies, and of both roles where a server changes it",
         process="main",
     ),
     *POOL_HOOKS,

@@ -32,6 +32,7 @@ from sglang_sparse.methods.support import (
     FlagLimit,
     above_one,
     given,
+    is_decode_server,
     refuse_sizes,
     refuse_soft_cap,
 )
@@ -61,7 +62,7 @@ WINDOW_LIMITS = (
         "several ranks on the decode server",
         lambda args: (
             (args.enable_dp_attention or above_one("attn_dp_size")(args) or above_one("pp_size")(args))
-            if args.disaggregation_mode == "decode"
+            if is_decode_server(args)
             else None
         ),
         "the last tokens of a prompt are encoded again there, in a pass that the other ranks would have to run along",

@@ -152,6 +152,12 @@ def above_one(field: str) -> Judge:
     return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
+def is_decode_server(args: Any) -> str | None:
+    """The mode of a disaggregated pair's decode server, or of one that may become it."""
+    mode = args.disaggregation_mode
+    return mode if mode == "decode" or (mode != "null" and args.enable_pd_role_switch) else None
+
+
 def soft_cap(model_config: Architecture) -> float | None:
     """Return the soft cap of a model's attention logits, in natural units, or None."""
     # SGLang caps those of Grok 1, whose config does not say it.

@@ -116,7 +116,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("other speculative algorithms", "decoupled_spec_role", "drafter"),
             on("LMCache", "enable_lmcache"),
             on("FlexKV", "enable_flexkv"),
-            on("changing PD roles", "enable_pd_role_switch"),
             Trigger(
                 "data-parallel attention with padded experts", {"moe_a2a_backend": "pplx", "enable_dp_attention": 1}
             ),
@@ -131,7 +130,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("LoRA with --enable-dp-attention", {"enable_lora": True, "enable_dp_attention": True}),
             on("unified memory pool", "enable_unified_memory"),
             on("torch.compile", "enable_torch_compile"),
-            on("radix cache backend", "radix_cache_backend", "other"),
             on("KV cache dtype", "kv_cache_dtype", "nvfp4"),
             Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", value="other"),
         ),
@@ -233,6 +231,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         (
             on("--disaggregation-mode", "disaggregation_mode", "decode"),
             on("--disable-radix-cache", "disable_radix_cache"),
+            on("radix cache backend", "radix_cache_backend", "other"),
             on("storage behind the prefix cache", "hicache_storage_backend", "file"),
             on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
             on("the KV canary", "kv_canary", "log"),
@@ -246,6 +245,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method rocketkv cannot compact with ",
         (
             on("--disaggregation-mode", "disaggregation_mode", "decode"),
+            Trigger("--disaggregation-mode", {"disaggregation_mode": "prefill", "enable_pd_role_switch": True}),
+            on("radix cache backend", "radix_cache_backend", "other"),
             on("hierarchical cache or external cache linker", "enable_hierarchical_cache"),
             on("hierarchical cache or external cache linker", "enable_unified_cache_external_linker"),
             on("the KV canary", "kv_canary", "raise"),
@@ -274,6 +275,10 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
                 "several ranks on the decode server", {"enable_dp_attention": True, "disaggregation_mode": "decode"}
             ),
             Trigger("several ranks on the decode server", {"pp_size": 2, "disaggregation_mode": "decode"}),
+            Trigger(
+                "several ranks on the decode server",
+                {"enable_dp_attention": True, "disaggregation_mode": "prefill", "enable_pd_role_switch": True},
+            ),
         ),
     ),
     **{
@@ -307,6 +312,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("storage behind the prefix cache", "hicache_storage_backend", "file"),
             on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
             on("KV cache sharding", "enable_kv_cache_sharding"),
+            on("radix cache backend", "radix_cache_backend", "other"),
             on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),
             on("multi-item scoring", "enable_mis"),
         ),

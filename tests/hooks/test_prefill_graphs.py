@@ -37,20 +37,24 @@ def test_prefill_graphs_that_the_indexer_cannot_be_in(
 
 
 @pytest.mark.parametrize(
-    ("method", "interval", "mode", "switched_off"),
+    ("method", "interval", "mode", "changes", "switched_off"),
     [
-        ("resa", 32, "decode", False),
-        ("resa", 0, "decode", True),
-        ("resa", 32, "prefill", True),
-        (None, None, "decode", True),
+        ("resa", 32, "decode", False, False),
+        ("resa", 0, "decode", False, True),
+        ("resa", 32, "prefill", False, True),
+        ("resa", 0, "decode", True, False),
+        ("resa", 0, "prefill", True, False),
+        (None, None, "decode", False, True),
+        (None, None, "decode", True, True),
     ],
 )
-def test_a_decode_server_that_rectifies_keeps_graphs_of_prefill(
-    method: str | None, interval: int | None, mode: str, switched_off: bool
+def test_a_decode_server_keeps_graphs_of_prefill_for_passes_that_rectify_or_another_role(
+    method: str | None, interval: int | None, mode: str, changes: bool, switched_off: bool
 ) -> None:
     config = None if interval is None else json.dumps({"rectify_interval": interval})
     fields = {"sparse_method": method, "sparse_config": config, "sparse_prefill_method": None}
-    record = SimpleNamespace(**fields, sparse_prefill_config=None, disaggregation_mode=mode, page_size=16)
+    roles = {"disaggregation_mode": mode, "enable_pd_role_switch": changes}
+    record = SimpleNamespace(**fields, **roles, sparse_prefill_config=None, page_size=16)
     called: list[object] = []
     server_args.keep_prefill_graphs(called.append, record)
     assert called == [record] * switched_off

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from approximate import METHODS, ask, assert_same, model_of
-from server_requests import assert_nothing_leaked, random_prompts, sparse_state
+from server_requests import assert_nothing_leaked, plugin, random_prompts, sparse_state
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
 MODELS = Path("eval/models")
@@ -95,3 +95,38 @@ def test_a_fresh_server_reads_what_is_linked(serve, tmp_path: Path, name: str) -
             path.unlink()
         assert_same(second, ask(server, turn))
         assert_nothing_leaked(server)
+
+
+def test_a_tree_that_another_plugin_has_built_holds_exact_kv_only(serve, tmp_path: Path) -> None:
+    """A second turn goes on behind an answer, of which the tree has what is exact."""
+    method, config, _ = METHODS["resa"]
+    model, page = model_of("resa")
+    flags = ("--max-total-tokens", "2048", "--context-length", "2048", "--page-size", page, "--dtype", "float32")
+    backend = plugin(
+        tmp_path,
+        "trees",
+        "from sglang.srt.mem_cache import registry",
+        "from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache",
+        "class Tree(UnifiedRadixCache): pass",
+        "build = registry.create_unified_radix_cache",
+        "registry.register_radix_cache_backend('own', build)",
+        "registry.register_radix_cache_backend('other', lambda ctx: build(ctx, cache_class=Tree))",
+    )
+    options: dict[str, Any] = {"method": method, "config": {**config, "check_exactness": False}}
+    found = []
+    for more in ((), ("--radix-cache-backend", "own")):
+        with serve(model, *flags, *more, **options, env=backend) as server:
+            first = ask(server, PROMPTS[0])
+            second = ask(server, [*PROMPTS[0], *first["output_ids"], 11, 12])
+            assert ("registered('own')" in server.log()) == bool(more)
+            assert_nothing_leaked(server)
+            found.append((first, second))
+    for answer, expected in zip(*found, strict=True):
+        assert_same(answer, expected)
+        assert answer["meta_info"]["cached_tokens"] == expected["meta_info"]["cached_tokens"]
+    assert found[1][1]["meta_info"]["cached_tokens"] > len(PROMPTS[0])
+    with (
+        pytest.raises(RuntimeError, match="got a Tree as prefix cache"),
+        serve(model, *flags, "--radix-cache-backend", "other", **options, env=backend),
+    ):
+        pass

@@ -44,8 +44,8 @@ def pair(
     env: dict[str, str] | None = None,
     ranks: tuple[str, ...] = (),
     **fields: Any,
-) -> Iterator[tuple[Ask, ServerProcess]]:
-    """A prefill and a decode server with the same sparse flags; yields what asks both, and the decode server.
+) -> Iterator[tuple[Ask, list[ServerProcess]]]:
+    """A prefill and a decode server with the same sparse flags; yields what asks both, and these.
 
     Args:
         more: flags of the decode server.
@@ -62,19 +62,20 @@ def pair(
         serve(model, *flags, "decode", *more, **options, env=both | (env or {})) as second,
         ThreadPoolExecutor() as pool,
     ):
+        servers = [first, second]
 
         def ask_both(prompt: list[int], *args: Any, **given: Any) -> dict[str, Any]:
             given |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": random.getrandbits(62)}
-            started = pool.submit(ask, first, prompt, *args, **given)
-            answer = ask(second, prompt, *args, **given)
+            started = pool.submit(ask, servers[0], prompt, *args, **given)
+            answer = ask(servers[1], prompt, *args, **given)
             assert started.result()["output_ids"] == answer["output_ids"][:1]
             return answer
 
-        yield ask_both, second
-        for server in (first, second):
+        yield ask_both, servers
+        for server in servers:
             server.flush_cache()
         assert ask_both([11, 12, 13], 2)["output_ids"]
-        for server in (first, second):
+        for server in servers:
             assert_no_error(server)
 
 
@@ -84,7 +85,7 @@ def test_a_pair_answers_as_one_server_does(serve, tmp_path: Path, name: str) -> 
     with serve(model, *flags, **options) as server:
         expected = [ask(server, prompt) for prompt in PROMPTS]
         whole = sparse_state(server)
-    with pair(serve, tmp_path, name) as (ask_both, decode):
+    with pair(serve, tmp_path, name) as (ask_both, (_, decode)):
         for prompt, answer in zip(PROMPTS, expected, strict=True):
             assert_same(ask_both(prompt), answer)
         found = sparse_state(decode)
@@ -125,6 +126,28 @@ def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path
         assert ask_both(turns[0], 1)["output_ids"] == expected[0]["output_ids"][:1]
         for prompt, answer in zip(turns, expected, strict=True):
             assert_same(ask_both(prompt), answer)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_servers_that_change_their_roles_answer_as_one_server_does(serve, tmp_path: Path, name: str) -> None:
+    model, flags, options = server_of(name)
+    with serve(model, *flags, **options) as server:
+        expected = [ask(server, prompt) for prompt in PROMPTS]
+        whole = sparse_state(server)
+    ranks = ("--enable-pd-role-switch", "--disable-overlap-schedule")
+    with pair(serve, tmp_path, name, ranks=ranks) as (ask_both, servers):
+        for time in (1, 2, 3):
+            before = sparse_state(servers[1])
+            for prompt, answer in zip(PROMPTS, expected, strict=True):
+                assert_same(ask_both(prompt), answer)
+            found = sparse_state(servers[1])
+            assert found["rectified_tokens"] - before["rectified_tokens"] == whole["rectified_tokens"]
+            assert found["sparse_layer_rows"] > before["sparse_layer_rows"]
+            if time < 3:
+                servers.reverse()
+                for server, role in zip(servers, ("prefill", "decode"), strict=True):
+                    request = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
+                    assert server.client.post("/pd_role_switch", json=request).json()["success"]
 
 
 @pytest.mark.parametrize("name", ["resa", "robsa", "skip_softmax"])
@@ -168,7 +191,7 @@ def test_ranks_of_a_pair_answer_as_one_server_does(
     _, flags, options = server_of(name, rectify_interval=16)
     with serve(model, *flags, **options) as server:
         expected = [ask(server, prompt) for prompt in PROMPTS]
-    with pair(serve, tmp_path, name, ranks=ranks, rectify_interval=16) as (ask_both, decode):
+    with pair(serve, tmp_path, name, ranks=ranks, rectify_interval=16) as (ask_both, (_, decode)):
         for prompt, answer in zip(PROMPTS, expected, strict=True):
             assert_same(ask_both(prompt), answer)
         states = [state["sparse"] for state in decode.server_info()["internal_states"]]

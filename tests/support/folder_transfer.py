@@ -58,9 +58,14 @@ class Everywhere:
 
 
 class Manager(FakeKVManager):
+    supports_role_switch = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.prefill_info_table = Everywhere()
+
+    def teardown(self) -> None:
+        """Nothing runs behind it."""
 
 
 class Sender(FakeKVSender):
