@@ -49,6 +49,7 @@ def judge_flags(args: Arguments, settings: Settings, gpu: Gpu = None) -> Setting
     def judge(own: Settings) -> Settings:
         # What is left to the other server of a pair asks nothing of this one, which is SGLang's own.
         if of_role(own, only_role(args)) is None:
+            refusals.require_drafter(args, here=False)
             return own
         refusals.require_before(args, own, gpu)
         deterministic.require(args, own)

@@ -113,11 +113,16 @@ def _require_cpu_backends(args: Arguments, settings: Settings) -> None:
             raise SparseArgumentError(message, field=flag, got=got, allowed=allowed)
 
 
-def require_drafter(args: Arguments) -> None:
-    """Refuse lossless decoding without a decode method: its sparse steps are the drafts."""
-    if drafts_itself(args) and not args.sparse_method:
-        flag = "--speculative-algorithm"
-        message = f"{flag} {SPARSE_SELF} needs --sparse-method, which was not given"
+def require_drafter(args: Arguments, here: bool = True) -> None:
+    """Refuse lossless decoding without a decode method: its sparse steps are the drafts.
+
+    Args:
+        args: the server's.
+        here: False where the method is the other server's of a pair.
+    """
+    if drafts_itself(args) and not (here and args.sparse_method):
+        flag, lacking = "--speculative-algorithm", "which was not given" if here else "which a prefill server has not"
+        message = f"{flag} {SPARSE_SELF} needs --sparse-method, {lacking}"
         raise SparseArgumentError(message, field=flag, got=args.speculative_algorithm)
 
 
