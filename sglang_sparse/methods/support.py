@@ -152,7 +152,12 @@ def above_one(field: str) -> Judge:
     return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
 
 
-def is_decode_server(args: Any) -> str | None:
+class _Roles(Protocol):
+    disaggregation_mode: str
+    enable_pd_role_switch: bool
+
+
+def is_decode_server(args: _Roles) -> str | None:
     """The mode of a disaggregated pair's decode server, or of one that may become it."""
     mode = args.disaggregation_mode
     return mode if mode == "decode" or (mode != "null" and args.enable_pd_role_switch) else None
