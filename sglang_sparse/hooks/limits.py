@@ -217,11 +217,7 @@ VERIFY_LIMITS = (
         lambda args: drafting(args) and given("speculative_adaptive", "enable_multi_layer_eagle")(args),
         "a sparse verification has one number of tokens and follows one worker",
     ),
-    FlagLimit(
-        "drafts with the KV canary",
-        lambda args: drafting(args) and _CANARY(args),
-        "not proven yet; leave out --kv-canary",
-    ),
+    FlagLimit("drafts with the KV canary", lambda args: drafting(args) and _CANARY(args), "not proven yet"),
 )
 
 # With the second one a row that this rank has planned to rectify may be gone when the step is launched.

@@ -138,7 +138,7 @@ def run_step(
     runner, most = worker.model_runner, pass_tokens(worker.server_args)
     backend, step = runner.attn_backend, getattr(batch, STEP, None)
     if isinstance(step, JointPass):
-        _run_along(runner, batch, step, kwargs.get("pp_proxy_tensors"))
+        _run_along(runner, batch, step, cast("PPProxyTensors | None", kwargs.get("pp_proxy_tensors")))
     elif hasattr(batch, STEP):
         backend.rectifying = step
     elif batch.forward_mode.is_decode():
@@ -152,7 +152,7 @@ def run_step(
         backend.rectifying = None
 
 
-def _run_along(runner: ModelRunner, batch: ScheduleBatch, joint: JointPass, handed: Any) -> None:
+def _run_along(runner: ModelRunner, batch: ScheduleBatch, joint: JointPass, handed: PPProxyTensors | None) -> None:
     """Run an idle pass while other ranks rectify, before what this rank prepares for its own pass.
 
     Where no rank has rows left behind it, the joint pass is the step. `handed` is what the stage before has sent for

@@ -307,7 +307,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-prefill-method anchor cannot run with ",
         (
             Trigger("drafts with data-parallel attention or pipeline parallelism", {"pp_size": 2} | EAGLE),
-            Trigger("drafts with the KV canary", {"kv_canary": "log"} | EAGLE),
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
             on("storage behind the prefix cache", "hicache_storage_backend", "file"),
             on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
@@ -336,10 +335,11 @@ def test_no_limit_lacks_a_trigger() -> None:
 
 def test_a_prefill_server_without_a_prefill_method_is_sglangs(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"enable_prefill_cp": True, "cp_strategy": "zigzag", "enable_torch_compile": True}
-    args = ServerArgs(
-        model_path=write_config(tmp_path, "qwen3"), sparse_method="resa", disaggregation_mode="prefill", **flags
-    )
+    pair = {"model_path": write_config(tmp_path, "qwen3"), "sparse_method": "resa", "disaggregation_mode": "prefill"}
+    args = ServerArgs(**pair, **flags)
     assert args.sparse_method is None and args.enable_torch_compile
+    with refused("--speculative-algorithm", "SPARSE_SELF"):
+        ServerArgs(**pair, speculative_algorithm="SPARSE_SELF")
 
 
 class Asked:

@@ -173,7 +173,10 @@ def test_what_does_not_go_with_it() -> None:
     assert parse_options(settings, {"topk": 5, "rectify_interval": 0}).decode.config == settings.config.model_copy(
         update={"topk": 5}
     )
-    model = SimpleNamespace(attention_arch=SimpleNamespace(name="MHA"), head_dim=128, num_hidden_layers=4)
+    arch, plain = SimpleNamespace(name="MHA"), SimpleNamespace()
+    model = SimpleNamespace(
+        attention_arch=arch, head_dim=128, num_hidden_layers=4, hf_config=plain, hf_text_config=plain
+    )
     for layers in ("all", "0-", [3, 1, 0, 2]):
         assert rocketkv(eviction="compact", layers=layers).refuse(model) is None
     said = 'eviction is "compact" and 1 of its 4 layers are dense, which would attend to what is gone; allowed: none'
