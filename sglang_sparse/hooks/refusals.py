@@ -121,8 +121,10 @@ def require_drafter(args: Arguments, here: bool = True) -> None:
         here: False where the method is the other server's of a pair.
     """
     if drafts_itself(args) and not (here and args.sparse_method):
-        flag, lacking = "--speculative-algorithm", "which was not given" if here else "which a prefill server has not"
-        message = f"{flag} {SPARSE_SELF} needs --sparse-method, {lacking}"
+        flag = "--speculative-algorithm"
+        message = f"{flag} {SPARSE_SELF} needs --sparse-method, which was not given"
+        if not here:
+            message = f"{flag} {SPARSE_SELF} has nothing to draft with on this server of a pair; leave it out"
         raise SparseArgumentError(message, field=flag, got=args.speculative_algorithm)
 
 
