@@ -50,10 +50,7 @@ _ON_PREFILL = "served on a pair's prefill server without --sparse-prefill-method
 _UNCOMPARED = "GPUs have been compared with SGLang's own kernels alone"
 _PER_TOKEN = "a rectifying pass computes them anew for every token that it re-encodes, where SGLang wants each once"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
-_COUNTED_BEFORE = (
-    "SGLang counts the tokens of a step before it is divided, and each pass would have to be counted as those of "
-    "data-parallel attention are; not proven yet"
-)
+_COUNTED_BEFORE = "SGLang counts the tokens of a step before it is divided, and each pass would have to be counted"
 # All-to-alls for which SGLang pads each rank's tokens to the most that a rank has.
 PADDED = ("pplx", "deepep_v2")
 TREE_CORES = ("rust", "python")
@@ -105,12 +102,10 @@ FLAG_LIMITS = (
     FlagLimit(
         "LoRA with --enable-dp-attention",
         lambda args: uses_dp_attention(args) and _LORA(args),
-        "the one backend of adapters that SGLang has for it needs a GPU, where it is not proven yet; leave one of them "
-        "out",
+        "SGLang's one backend of adapters for it needs a GPU, where it is not proven yet; leave one out",
     ),
     FlagLimit(
-        "two-batch overlap",
-        given("enable_two_batch_overlap"),
+        *("two-batch overlap", given("enable_two_batch_overlap")),
         "each half of a batch would need a plan and counters of its own; a backend has one of each",
     ),
     FlagLimit(
@@ -220,13 +215,18 @@ VERIFY_LIMITS = (
     FlagLimit("drafts with the KV canary", lambda args: drafting(args) and _CANARY(args), "not proven yet"),
 )
 
-# With the second one a row that this rank has planned to rectify may be gone when the step is launched.
+# With the second one a row that is planned to be rectified may be gone when the step is launched.
 _NO_GATHER = ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP")
 RECTIFY_LIMITS = (
     FlagLimit(
         "data-parallel attention whose ranks do not gather before a step",
         lambda args: uses_dp_attention(args) and environment(*_NO_GATHER)(args),
         "ranks rectify together; unset the variable",
+    ),
+    FlagLimit(
+        "data-parallel attention with pipeline parallelism",
+        lambda args: above_one("pp_size")(args) if uses_dp_attention(args) else None,
+        "a rank would have to run along in each stage where others rectify; allowed: --pp-size 1",
     ),
     FlagLimit("lossless decoding", lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),

@@ -168,6 +168,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         {"sparse_method": "resa"},
         "--sparse-method resa cannot rectify with ",
         (
+            Trigger("data-parallel attention with pipeline parallelism", {"pp_size": 2, "enable_dp_attention": True}),
             Trigger(
                 "lossless decoding",
                 {"speculative_algorithm": "SPARSE_SELF", "sparse_config": {"rectify_interval": 8}},
