@@ -138,7 +138,7 @@ def run_step(
     runner, most = worker.model_runner, pass_tokens(worker.server_args)
     backend, step = runner.attn_backend, getattr(batch, STEP, None)
     if isinstance(step, JointPass):
-        _run_along(runner, batch, step, cast("PPProxyTensors | None", kwargs.get("pp_proxy_tensors")))
+        _run_along(runner, batch, step)
     elif hasattr(batch, STEP):
         backend.rectifying = step
     elif batch.forward_mode.is_decode():
@@ -152,16 +152,15 @@ def run_step(
         backend.rectifying = None
 
 
-def _run_along(runner: ModelRunner, batch: ScheduleBatch, joint: JointPass, handed: PPProxyTensors | None) -> None:
+def _run_along(runner: ModelRunner, batch: ScheduleBatch, joint: JointPass) -> None:
     """Run an idle pass while other ranks rectify, before what this rank prepares for its own pass.
 
-    Where no rank has rows left behind it, the joint pass is the step. `handed` is what the stage before has sent for
-    this rank's own pass: a stage wants it in every pass, and of an idle one it has no rows.
+    Where no rank has rows left behind it, the joint pass is the step.
     """
     if joint.whole_step:
         joint.set_sizes(batch)
     else:
-        _encode(runner, joint.set_sizes(idle_view(batch)), **({"pp_proxy_tensors": handed[:0]} if handed else {}))
+        _encode(runner, joint.set_sizes(idle_view(batch)))
 
 
 def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: object, **kwargs: object) -> Any:
@@ -382,11 +381,11 @@ def _launch(scheduler: Scheduler, batch: ScheduleBatch, spans: list[Span]) -> No
         scheduler._apply_war_barrier()
 
 
-def _encode(runner: Any, view: ScheduleBatch, **handed: object) -> None:
+def _encode(runner: Any, view: ScheduleBatch) -> None:
     """Run a pass of its own from which nothing is sampled and nothing is returned."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-    runner.forward(_forward_batch(view, runner, CaptureHiddenMode.NULL), **handed)
+    runner.forward(_forward_batch(view, runner, CaptureHiddenMode.NULL))
     # Whatever it published, it may not be the last pass of its step that reads req_to_token.
     runner.shared_read_done_event = None
 
