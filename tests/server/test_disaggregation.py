@@ -79,18 +79,22 @@ def pair(
             assert_no_error(server)
 
 
+def one_server(serve, name: str, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The answers of a server that is none of a pair, and its state behind them."""
+    model, flags, options = server_of(name, **fields)
+    with serve(model, *flags, **options) as server:
+        return [ask(server, prompt) for prompt in PROMPTS], sparse_state(server)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_pair_answers_as_one_server_does(serve, tmp_path: Path, name: str) -> None:
-    model, flags, options = server_of(name)
-    with serve(model, *flags, **options) as server:
-        expected = [ask(server, prompt) for prompt in PROMPTS]
-        whole = sparse_state(server)
+    expected, whole = one_server(serve, name)
     with pair(serve, tmp_path, name) as (ask_both, (_, decode)):
         for prompt, answer in zip(PROMPTS, expected, strict=True):
             assert_same(ask_both(prompt), answer)
         found = sparse_state(decode)
         assert found["rectified_tokens"] == whole["rectified_tokens"] and found["sparse_layer_rows"] > 0
-        page = int(flags[-1])
+        page = int(server_of(name)[1][-1])
         pages = sum(-(-len(prompt) // page) for prompt in PROMPTS)
         assert found["arrived_pages_summarised"] == (0 if name == "skip_softmax" else pages)
 
@@ -98,9 +102,7 @@ def test_a_pair_answers_as_one_server_does(serve, tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("name", ["resa", "rocketkv"])
 def test_what_a_retracted_request_takes_back_is_as_it_was(serve, tmp_path: Path, name: str) -> None:
     """Approximate KV too, so that no token changes. When a row is rectified depends on its neighbours: never."""
-    model, flags, options = server_of(name, rectify_interval=0)
-    with serve(model, *flags, **options) as server:
-        expected = [ask(server, prompt) for prompt in PROMPTS]
+    expected, _ = one_server(serve, name, rectify_interval=0)
     # Streams of the CPU lack what the copy to the host pool needs.
     more = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
     with (
@@ -130,10 +132,7 @@ def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path
 
 @pytest.mark.parametrize("name", METHODS)
 def test_servers_that_change_their_roles_answer_as_one_server_does(serve, tmp_path: Path, name: str) -> None:
-    model, flags, options = server_of(name)
-    with serve(model, *flags, **options) as server:
-        expected = [ask(server, prompt) for prompt in PROMPTS]
-        whole = sparse_state(server)
+    expected, whole = one_server(serve, name)
     ranks = ("--enable-pd-role-switch", "--disable-overlap-schedule")
     with pair(serve, tmp_path, name, ranks=ranks) as (ask_both, servers):
         for time in (1, 2, 3):
@@ -152,9 +151,7 @@ def test_servers_that_change_their_roles_answer_as_one_server_does(serve, tmp_pa
 
 @pytest.mark.parametrize("name", ["resa", "robsa", "skip_softmax"])
 def test_a_decode_server_takes_prompts_back_from_host_memory(serve, tmp_path: Path, name: str) -> None:
-    model, flags, options = server_of(name)
-    with serve(model, *flags, **options) as server:
-        expected = [ask(server, prompt) for prompt in PROMPTS]
+    expected, _ = one_server(serve, name)
     # Two of the prompts fill the KV pool.
     more = ("--max-total-tokens", "2048", "--disaggregation-decode-enable-radix-cache", "--enable-hierarchical-cache")
     with pair(serve, tmp_path, name, *more, "--hicache-ratio", "6") as (ask_both, _):
