@@ -47,10 +47,11 @@ from eval.lab.servers.in_turn import (
     check_servers,
     check_steps,
     is_sparse,
+    loads_of,
     measure,
+    missing_loads,
     open_file,
     run_load,
-    steps_of,
 )
 from eval.lab.structured.generator import read_recipe
 from eval.lab.structured.prefill import ATTEND, read_given
@@ -80,7 +81,7 @@ def read_limits(text: str) -> dict[str, float]:
     return found
 
 
-def drive(args: argparse.Namespace, name: str, rate: float, scratch: Path, target: Target, url: str) -> dict[str, Any]:
+def drive(args: argparse.Namespace, scratch: Path, name: str, rate: float, target: Target, url: str) -> dict[str, Any]:
     """Have SGLang's client send the load at a rate, and return the row.
 
     Args:
@@ -137,13 +138,10 @@ def run(args: argparse.Namespace) -> int:
         paths = (str(PLUGIN), environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH"))
         timed = {"PYTHONPATH": os.pathsep.join(filter(None, paths))} if args.host_times else {}
         for server, flags in servers.items():
-            rates = steps_of(args, "rates", server)
-            loads = {f"{server}/{rate:g}": partial(drive, args, server, rate, Path(name)) for rate in rates}
+            loads = loads_of(args, "rates", server, partial(drive, args, Path(name)))
             started = Server(server, folder, own + flags, environment | (timed if is_sparse(flags) else {}))
             rows += measure(args, COMMAND, started, record, loads, args.longest + args.output_length)
-        known = (DENSE, *dict(args.server))
-        wanted = [f"{server}/{rate:g}" for server in known for rate in steps_of(args, "rates", server)]
-        if missing := [load for load in wanted if load not in {row["id"] for row in rows}]:
+        if missing := missing_loads(args, "rates", (DENSE, *dict(args.server)), rows):
             raise EvaluationError(f"no ratio yet, {', '.join(missing)} not measured: run the same command for them")
         for row in best_rates(rows):
             record.add("summary", **row)

@@ -34,7 +34,9 @@ from eval.lab.servers.in_turn import (
     asked_servers,
     check_servers,
     check_steps,
+    loads_of,
     measure,
+    missing_loads,
     open_file,
     run_load,
     steps_of,
@@ -61,7 +63,7 @@ def server_flags(args: argparse.Namespace, name: str) -> list[str]:
     return [*flags, *model_shapes.load_flags(args), *shlex.split(args.server_args)]
 
 
-def drive(args: argparse.Namespace, name: str, batch: int, scratch: Path, target: Target, url: str) -> dict[str, Any]:
+def drive(args: argparse.Namespace, scratch: Path, name: str, batch: int, target: Target, url: str) -> dict[str, Any]:
     """Have SGLang's client send a batch, and prove what was measured.
 
     Args:
@@ -111,10 +113,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name, record:
         folder = model_shapes.folder_of(args, Path(name))
         for server, flags in servers.items():
-            loads = {
-                f"{server}/{batch}": partial(drive, args, server, batch, Path(name))
-                for batch in steps_of(args, "batch", server)
-            }
+            loads = loads_of(args, "batch", server, partial(drive, args, Path(name)))
             started = Server(server, folder, server_flags(args, server) + flags)
             rows += measure(args, COMMAND, started, record, loads, args.input_length + args.output_length)
         summary = best_batches(rows)
@@ -122,8 +121,7 @@ def run(args: argparse.Namespace) -> int:
             raise EvaluationError("nothing was measured on a dense and another server")
         for row in summary:
             record.add("summary", **row)
-    known = {row["id"] for row in rows}
-    return int(any(f"{server}/{batch}" not in known for server in servers for batch in steps_of(args, "batch", server)))
+    return int(bool(missing_loads(args, "batch", servers, rows)))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

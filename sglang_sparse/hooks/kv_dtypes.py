@@ -11,7 +11,7 @@ from sglang_sparse.attention.kv_scales import is_float8
 from sglang_sparse.config.machine import Gpu, capability, on_gpu
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError
-from sglang_sparse.hooks.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+from sglang_sparse.hooks.backends import DENSE_BACKENDS, GPU_ONLY_BACKENDS
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments

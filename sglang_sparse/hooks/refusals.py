@@ -11,6 +11,7 @@ from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import Settings, prefill_chunk
 from sglang_sparse.errors import SparseArgumentError, within
 from sglang_sparse.hooks import dsa_flags, kv_dtypes
+from sglang_sparse.hooks.backends import DETERMINISTIC_BACKENDS, GPU_ONLY_BACKENDS, dense_backends, features_of
 from sglang_sparse.hooks.flag_predicates import listed, refused_flags, require_none
 from sglang_sparse.hooks.layer_checks import fit_layers
 from sglang_sparse.hooks.limits import (
@@ -18,17 +19,13 @@ from sglang_sparse.hooks.limits import (
     CHECK_LIMITS,
     COMPACT_LIMITS,
     DECODE_LIMITS,
-    DETERMINISTIC_BACKENDS,
     DISAGGREGATION_LIMITS,
     DRAFT_LIMITS,
     FINISH_LIMITS,
     FLAG_LIMITS,
-    GPU_ONLY_BACKENDS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
     VERIFY_LIMITS,
-    dense_backends,
-    features_of,
 )
 from sglang_sparse.hooks.model_kinds import refuse_interval, refuse_prefill, require_kinds
 from sglang_sparse.hooks.model_limits import MODEL_LIMITS, ModelLimit, state_layers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sglang_sparse.config import arguments as server_arguments
 from sglang_sparse.hooks import judge
-from sglang_sparse.hooks.limits import dense_backends
+from sglang_sparse.hooks.backends import dense_backends
 from sglang_sparse.hooks.server_args import resolve
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
 from sglang_sparse.methods.support import KINDS

@@ -20,7 +20,7 @@ from sglang_sparse.config.machine import Gpu
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.errors import SparseArgumentError
 from sglang_sparse.hooks import dsa_flags, judge
-from sglang_sparse.hooks.limits import DENSE_BACKENDS, dense_backends
+from sglang_sparse.hooks.backends import DENSE_BACKENDS, dense_backends
 from sglang_sparse.hooks.server_args import SparseServerArgs, resolve
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.support import KINDS

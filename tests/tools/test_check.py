@@ -18,7 +18,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse import check
-from sglang_sparse.hooks import deterministic, limits, model_limits, refusals
+from sglang_sparse.hooks import backends, deterministic, limits, model_limits, refusals
 from sglang_sparse.hooks.model_kinds import MODEL_KINDS
 from sglang_sparse.methods import registry, support
 from sglang_sparse.methods.dsa import decode
@@ -107,7 +107,7 @@ def test_the_known_cells() -> None:
     mixed = support_matrix.answer(RESA, Place("MHA/GQA", gpu=True), {"enable_mixed_chunk": True})
     assert mixed.served and mixed.fields == UNRECTIFIED and "cannot rectify with mixed chunk" in str(mixed.reason)
     assert not support_matrix.answer(RESA, Place("MLA", gpu=True)).served
-    assert support_matrix.backends(RESA, gpu=True) == limits.DENSE_BACKENDS["MHA"]
+    assert support_matrix.backends(RESA, gpu=True) == backends.DENSE_BACKENDS["MHA"]
     assert support_matrix.backends(RESA, gpu=False) == ("torch_native",)
     assert support_matrix.page_sizes(Method("dsa", False)) == (decode.INDEXER_PAGE,)
     assert "anchor" in support_matrix.partners(RESA)

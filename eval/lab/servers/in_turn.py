@@ -6,9 +6,10 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,18 @@ def add_steps(
 def steps_of(args: argparse.Namespace, name: str, server: str) -> list[Any]:
     """At which steps a server is measured, see `add_steps`."""
     return dict(getattr(args, f"{name}_of")).get(server, getattr(args, name))
+
+
+def loads_of(args: argparse.Namespace, name: str, server: str, drive: Callable[..., Any]) -> dict[str, Drive]:
+    """The loads of a server by the ids of their rows; `drive` takes a server and a step, then what a `Drive` takes."""
+    return {f"{server}/{step:g}": partial(drive, server, step) for step in steps_of(args, name, server)}
+
+
+def missing_loads(args: argparse.Namespace, name: str, servers: Iterable[str], rows: Iterable[Row]) -> list[str]:
+    """The ids that servers should have rows of, and have not."""
+    known = {row["id"] for row in rows}
+    wanted = (f"{server}/{step:g}" for server in servers for step in steps_of(args, name, server))
+    return [load for load in wanted if load not in known]
 
 
 def check_steps(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str, servers: Sequence[str]) -> None:
