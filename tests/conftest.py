@@ -19,7 +19,7 @@ settings.load_profile("suite")
 
 LAB = Path(__file__).with_name("lab")
 # Folders whose files take longest, in their order.
-LONG = {"schedules": 0, "server": 1}
+LONG = {"schedules": 0, "server": 1, "lab": 2}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -132,8 +132,10 @@ class ScheduleBatch(Protocol):
     multimodal_inputs: list[schedule_batch.MultimodalInputs | None] | None
     prefix_lens: list[int]
     extend_lens: list[int]
+    extend_num_tokens: int
     decoding_reqs: list[Req] | None
-    global_num_tokens: list[int]
+    global_num_tokens: list[int] | None
+    global_num_tokens_for_logprob: list[int] | None
     batch_is_full: bool
     req_to_token_pool: ReqToTokenPool
     tree_cache: RadixTree

@@ -28,7 +28,6 @@ _ON_PREFILL = "served on a pair's prefill server without --sparse-prefill-method
 _UNCOMPARED = "GPUs have been compared with SGLang's own kernels alone"
 _PER_TOKEN = "a rectifying pass computes them anew for every token that it re-encodes, where SGLang wants each once"
 _PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
-_COUNTED_BEFORE = "SGLang counts the tokens of a step before it is divided, and each pass would have to be counted"
 # All-to-alls for which SGLang pads each rank's tokens to the most that a rank has.
 PADDED = ("pplx", "deepep_v2")
 TREE_CORES = ("rust", "python")
@@ -148,6 +147,7 @@ DISAGGREGATION_LIMITS = (
         lambda args: None if (share := args.disaggregation_decode_host_receive_threshold) == 1 else share,
         "it is loaded while the first decode step begins; leave out --disaggregation-decode-host-receive-threshold",
     ),
+    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
 )
 
 # Of servers whose kernels SGLang's own may replace, and do.
@@ -209,8 +209,11 @@ RECTIFY_LIMITS = (
     ),
     FlagLimit("lossless decoding", lossless, "each of its verifications is a dense pass over all new tokens"),
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
-    FlagLimit("expert-parallel all-to-all", other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
-    FlagLimit("dense layers of another parallelism", given("moe_dense_tp_size"), _COUNTED_BEFORE),
+    FlagLimit(
+        "expert-parallel all-to-all",
+        other_than("moe_a2a_backend", "none"),
+        "SGLang may tell a rank its own tokens alone, and what others run of a divided step would have to be gathered",
+    ),
     FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_TOKEN),
 )
@@ -344,7 +347,6 @@ PREFILL_LIMITS = (
         given("hicache_storage_backend", "enable_unified_cache_external_linker"),
         "SGLang looks there for the prompt's own tokens, and groups have separate keys",
     ),
-    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
     FlagLimit(
         "a prefix cache on the decode server",
         given("disaggregation_decode_enable_radix_cache"),

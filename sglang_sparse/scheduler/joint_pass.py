@@ -100,7 +100,8 @@ def _append(row: torch.Tensor, planned: tuple[Rectification, bool] | None) -> to
 def attach(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, *__: object, **___: object) -> None:
     """After ``_update_gather_batch``: attach this rank's part of a joint pass to its batch, without the due rows."""
     settings = current_settings()
-    if settings is None or not settings.rectify or info.tp0_info_cpu is None:
+    # One rank alone divides its step when it runs it.
+    if settings is None or not settings.rectify or info.tp0_info_cpu is None or len(info.tp0_info_cpu) == 1:
         return
     plan = joint = None
     tokens, rows, urgent, graphs = info.tp0_info_cpu[:, -4:].T.tolist()
@@ -108,7 +109,7 @@ def attach(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, *__: object, *
         plan = _PLAN[0][0] if _PLAN[0] else None
         for name in ("global_num_tokens", "global_num_tokens_for_logprob"):
             setattr(batch, name, [count - due for count, due in zip(getattr(batch, name), rows, strict=True)])
-        joint = JointPass(tokens, rows, whole_step=not any(batch.global_num_tokens), graph=all(graphs))
+        joint = JointPass(tokens, rows, whole_step=rows == info.global_num_tokens, graph=all(graphs))
     if plan:
         plan.joint = joint
     setattr(batch, STEP, plan or joint)

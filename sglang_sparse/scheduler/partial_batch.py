@@ -168,7 +168,14 @@ def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tenso
     slots = [table[request, span.start : span.end] for request, span in zip(requests, spans, strict=True)]
     view.out_cache_loc = torch.cat(slots).to(torch.int64)
     view.input_ids = _input_ids(spans, newest, table.device)
+    if _counted_alone(view):
+        JointPass([view.extend_num_tokens], [len(spans)], whole_step=False, graph=True).set_sizes(view)
     return view
+
+
+def _counted_alone(view: ScheduleBatch) -> bool:
+    """Whether SGLang has counted the step's tokens, and those of no other rank."""
+    return len(view.global_num_tokens or ()) == 1
 
 
 def _input_ids(spans: Sequence[Span], newest: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -239,6 +246,8 @@ def decode_view(batch: ScheduleBatch, rows: Sequence[int]) -> ScheduleBatch:
     names += ["mamba_track_indices", "mamba_track_mask"] if batch.mamba_track_mask_cpu is not None else []
     for name in names:
         setattr(view, name, getattr(batch, name)[device])
+    if _counted_alone(view):
+        view.global_num_tokens = view.global_num_tokens_for_logprob = [len(rows)]
     return view
 
 

@@ -13,7 +13,7 @@ import pytest
 import sglang_cpu_platform
 import torch
 from checkpoints import random_mla, random_qwen3
-from forked_server import Forked
+from forked_server import Forked, ForkedServer
 from server_fixtures import STRICT_MEMORY
 from server_requests import assert_nothing_leaked, logprobs
 
@@ -58,7 +58,7 @@ def server(mla: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     flags = ["--page-size=16", "--chunked-prefill-size=128", "--max-total-tokens=768", "--schedule-conservativeness=0"]
     flags.append("--constrained-json-disable-any-whitespace")
     log = tmp_path_factory.mktemp("server") / "log"
-    with ServerProcess(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
+    with ForkedServer(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
         yield server
         assert_nothing_leaked(server)
 

@@ -1,11 +1,13 @@
 """Every limit of the table of models refuses those that it is there for, and SGLang flags that are for others alone."""
 
+import inspect
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from model_configs import CONFIGS, write_config
 from refusals import refused
+from sglang.srt.dllm.config import DllmConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs as StockServerArgs
 
@@ -30,14 +32,13 @@ MODELS = {
     "model whose layers share KV": ("shared_kv",),
     "model with several attentions a layer": ("several_attentions",),
 }
-# What SGLang refuses by itself for each model that a method serves, but DSA's.
+# What SGLang refuses by itself for each model that a method serves, but DSA's, and what it says.
 BY_SGLANG = (
-    {"enable_encoder_swa_bounded_replay": True},
-    {"enable_page_major_kv_layout": True},
-    {"enable_kv_cache_sharding": True},
-    {"enable_hisparse": True},
-    {"prefill_only_disable_kv_cache": True},
-    {"dllm_algorithm": "LowConfidence"},
+    ("enable_encoder_swa_bounded_replay", True, "requires DeepSeek-V4.1"),
+    ("enable_page_major_kv_layout", True, "temporarily unsupported"),
+    ("enable_hisparse", True, "only supported for DSA"),
+    ("prefill_only_disable_kv_cache", True, "requires --is-embedding"),
+    ("dllm_algorithm", "LowConfidence", "Unknown diffusion LLM"),
 )
 
 
@@ -53,12 +54,17 @@ def test_a_model_is_refused(limit: str, name: str, tmp_path: Path) -> None:
     assert f"{limit}: {found.reason}" in str(caught.value)
 
 
-@pytest.mark.parametrize("flags", BY_SGLANG, ids=lambda flags: next(iter(flags)))
-def test_what_sglang_refuses_needs_no_limit(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_models_that_diffuse_are_those_that_sglang_knows() -> None:
+    known = re.findall(r'"(\w+)": \{\s*"block_size"', inspect.getsource(DllmConfig.from_server_args))
+    assert sorted(known) == sorted(model_limits._DIFFUSING)
+
+
+@pytest.mark.parametrize(("flag", "value", "message"), BY_SGLANG)
+def test_what_sglang_refuses_needs_no_limit(flag: str, value: object, message: str, tmp_path: Path) -> None:
     def checked() -> None:
-        args = StockServerArgs(model_path=write_config(tmp_path, "qwen3"), **flags)
+        args = StockServerArgs(model_path=write_config(tmp_path, "qwen3"), **{flag: value})
         args.resolve_once()
         args.check_server_args()
 
-    with pytest.raises((ValueError, AssertionError, RuntimeError)):
+    with pytest.raises((ValueError, AssertionError, RuntimeError), match=message):
         checked()

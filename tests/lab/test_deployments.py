@@ -6,9 +6,10 @@ from typing import Any
 
 import folder_transfer
 import pytest
+from forked_server import ForkedServer
 
 from eval.lab import bench_deployments
-from eval.lab.servers import eight_gpus, model_shapes
+from eval.lab.servers import deployments, eight_gpus, model_shapes
 from eval.lab.servers.deployments import agreement, flags_of, summarise
 from eval.lab.tables import files
 from eval.live.record import read_rows
@@ -56,15 +57,16 @@ def test_a_wrong_deployment_is_named(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_pair_is_started_asked_and_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in folder_transfer.install(tmp_path).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(deployments, "ServerProcess", ForkedServer)
     out = tmp_path / "deployments.jsonl"
     line = ["--model-path", "eval/models/tiny-gqa", "--deployments", "pair", "--transfer", "mori", "--runs", "1"]
-    line += ["--input-length", "600", "--output-length", "192", "--batch", "2", "--out", str(out)]
+    line += ["--input-length", "600", "--output-length", "64", "--batch", "2", "--out", str(out)]
     sparse = f"--sparse-method resa --sparse-config '{json.dumps(CONFIG)}'"
     assert bench_deployments.main([*line, "--sparse", sparse, "--server-args", SERVER]) == 0
     items = {row["arm"]: row for row in read_rows(out) if row["kind"] == "item"}
-    assert all(len(answer) == 192 for row in items.values() for answer in row["tokens"])
+    assert all(len(answer) == 64 for row in items.values() for answer in row["tokens"])
     # Twice two prompts in the run that counts, each in its own rounds.
-    assert items["sparse"]["counters"]["rectified_tokens"] > 4 * 160 and items["dense"]["counters"] is None
+    assert items["sparse"]["counters"]["rectified_tokens"] > 4 * 48 and items["dense"]["counters"] is None
     assert files.any_table(out).splitlines()[2].startswith("| pair | 2 |")
 
 

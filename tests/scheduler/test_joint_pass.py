@@ -31,7 +31,8 @@ def resa(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_ranks_replay_a_graph_or_none(name: str) -> None:
     gathered, graph = RANKS[name]
     batch: Any = SimpleNamespace(global_num_tokens=[4, 4], global_num_tokens_for_logprob=[4, 4])
-    joint_pass.attach(None, batch, SimpleNamespace(tp0_info_cpu=torch.tensor(gathered)))
+    info = SimpleNamespace(tp0_info_cpu=torch.tensor(gathered), global_num_tokens=batch.global_num_tokens)
+    joint_pass.attach(None, batch, info)
     joint = getattr(batch, STEP)
     rows = [row[2] for row in gathered]
     assert batch.global_num_tokens == [4 - count for count in rows] and not joint.whole_step

@@ -43,6 +43,8 @@ def decode_batch() -> Any:
         input_ids=torch.arange(3),
         mamba_track_mask_cpu=None,
         multimodal_inputs=[one.multimodal_inputs for one in requests],
+        global_num_tokens=None,
+        can_run_decode_cuda_graph=True,
     )
 
 
@@ -79,3 +81,13 @@ def test_rows_of_a_decode_pass_keep_their_images() -> None:
     assert decode_view(batch, [1, 2]).multimodal_inputs == [batch.multimodal_inputs[1], None]
     batch.multimodal_inputs = None
     assert decode_view(batch, [1, 2]).multimodal_inputs is None
+
+
+def test_passes_are_counted_where_sglang_has_counted_the_step_of_one_rank() -> None:
+    batch = decode_batch()
+    batch.global_num_tokens = batch.global_num_tokens_for_logprob = [3]
+    dense = extend_view(batch, [Span(batch.reqs[0], TEXT, TEXT + 4)])
+    assert (dense.global_num_tokens, dense.global_num_tokens_for_logprob) == ([4], [1])
+    assert dense.is_extend_in_batch and not dense.can_run_decode_cuda_graph
+    rest = decode_view(batch, [1, 2])
+    assert rest.global_num_tokens == rest.global_num_tokens_for_logprob == [2] and rest.can_run_decode_cuda_graph

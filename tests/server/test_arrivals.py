@@ -30,13 +30,13 @@ def test_prompts_come_back_from_host_memory(serve, name: str) -> None:
         before = sparse_state(server)
         assert before["arrived_pages_summarised"] == 0
         from_host = 0
-        for prompt, expected in zip(PROMPTS * 2, cold * 2, strict=True):
+        for prompt, expected in zip(PROMPTS, cold, strict=True):
             answer = ask(server, prompt)
             assert_same(answer, expected)
             assert answer["meta_info"]["cached_tokens"] >= len(prompt) - 2 * 64
             from_host += answer["meta_info"]["cached_tokens_details"]["host"]
         after = sparse_state(server)
-        assert from_host > sum(map(len, PROMPTS))
+        assert from_host > sum(map(len, PROMPTS)) / 2
         assert after["arrived_pages_summarised"] == (0 if method in WITHOUT_ENTRIES else from_host // int(page))
         assert_nothing_leaked(server)
 

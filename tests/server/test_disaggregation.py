@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from launch.server import ServerProcess
 pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="the transfer is of the CPU")]
 FLAGS = ("--max-total-tokens", "8192", "--context-length", "2048", "--chunked-prefill-size", "512")
 FLAGS += ("--dtype", "float32")
-PROMPTS = random_prompts(11, (900, 700, 801, 12, 930), 1000)
-RANKS = (("--pp-size", "2"), ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention"))
+PROMPTS = random_prompts(11, (900, 12, 801), 1000)
+REPLICAS = ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention")
+STAGES = ("--pp-size", "2")
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -79,16 +81,22 @@ def pair(
             assert_no_error(server)
 
 
-def one_server(serve, name: str, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+@pytest.fixture(scope="module")
+def alone(serve) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
     """The answers of a server that is none of a pair, and its state behind them."""
-    model, flags, options = server_of(name, **fields)
-    with serve(model, *flags, **options) as server:
-        return [ask(server, prompt) for prompt in PROMPTS], sparse_state(server)
+
+    @cache
+    def answered(name: str, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        model, flags, options = server_of(name, **fields)
+        with serve(model, *flags, **options) as server:
+            return [ask(server, prompt) for prompt in PROMPTS], sparse_state(server)
+
+    return answered
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_pair_answers_as_one_server_does(serve, tmp_path: Path, name: str) -> None:
-    expected, whole = one_server(serve, name)
+def test_a_pair_answers_as_one_server_does(serve, alone, tmp_path: Path, name: str) -> None:
+    expected, whole = alone(name)
     with pair(serve, tmp_path, name) as (ask_both, (_, decode)):
         for prompt, answer in zip(PROMPTS, expected, strict=True):
             assert_same(ask_both(prompt), answer)
@@ -100,9 +108,9 @@ def test_a_pair_answers_as_one_server_does(serve, tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["resa", "rocketkv"])
-def test_what_a_retracted_request_takes_back_is_as_it_was(serve, tmp_path: Path, name: str) -> None:
+def test_what_a_retracted_request_takes_back_is_as_it_was(serve, alone, tmp_path: Path, name: str) -> None:
     """Approximate KV too, so that no token changes. When a row is rectified depends on its neighbours: never."""
-    expected, _ = one_server(serve, name, rectify_interval=0)
+    expected, _ = alone(name, rectify_interval=0)
     # Streams of the CPU lack what the copy to the host pool needs.
     more = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
     with (
@@ -120,7 +128,7 @@ def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path
     turns = [PROMPTS[0]]
     with serve(model, *flags, **options) as server:
         first = ask(server, turns[0])
-        turns.append([*turns[0], *first["output_ids"], *PROMPTS[1][:100]])
+        turns.append([*turns[0], *first["output_ids"], *PROMPTS[2][:100]])
         server.flush_cache()
         expected = [first, ask(server, turns[1])]
     with pair(serve, tmp_path, "resa", "--disaggregation-decode-enable-radix-cache") as (ask_both, _):
@@ -130,9 +138,9 @@ def test_a_prefix_cache_of_the_decode_server_holds_exact_kv_only(serve, tmp_path
             assert_same(ask_both(prompt), answer)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_servers_that_change_their_roles_answer_as_one_server_does(serve, tmp_path: Path, name: str) -> None:
-    expected, whole = one_server(serve, name)
+@pytest.mark.parametrize("name", ["resa and anchor", "robsa", "rocketkv"])
+def test_servers_that_change_their_roles_answer_as_one_server_does(serve, alone, tmp_path: Path, name: str) -> None:
+    expected, whole = alone(name)
     ranks = ("--enable-pd-role-switch", "--disable-overlap-schedule")
     with pair(serve, tmp_path, name, ranks=ranks) as (ask_both, servers):
         for time in (1, 2, 3):
@@ -150,10 +158,10 @@ def test_servers_that_change_their_roles_answer_as_one_server_does(serve, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["resa", "robsa", "skip_softmax"])
-def test_a_decode_server_takes_prompts_back_from_host_memory(serve, tmp_path: Path, name: str) -> None:
-    expected, _ = one_server(serve, name)
-    # Two of the prompts fill the KV pool.
-    more = ("--max-total-tokens", "2048", "--disaggregation-decode-enable-radix-cache", "--enable-hierarchical-cache")
+def test_a_decode_server_takes_prompts_back_from_host_memory(serve, alone, tmp_path: Path, name: str) -> None:
+    expected, _ = alone(name)
+    # One of the long prompts fills the KV pool.
+    more = ("--max-total-tokens", "1280", "--disaggregation-decode-enable-radix-cache", "--enable-hierarchical-cache")
     with pair(serve, tmp_path, name, *more, "--hicache-ratio", "6") as (ask_both, _):
         for prompt, answer in zip(PROMPTS * 2, expected * 2, strict=True):
             assert_same(ask_both(prompt), answer)
@@ -177,8 +185,11 @@ def test_both_servers_compute_with_a_requests_adapter(serve, tmp_path: Path, mon
                 assert_same(ask_both(prompt, lora_path=one), expected[one][place])
 
 
-@pytest.mark.parametrize("name", ["resa", "resa and anchor", "robsa", "skip_softmax"])
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda flags: flags[0])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("resa", REPLICAS), ("resa and anchor", STAGES), ("robsa", REPLICAS), ("skip_softmax", STAGES)],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
 def test_ranks_of_a_pair_answer_as_one_server_does(
     serve, tmp_path: Path, monkeypatch, name: str, ranks: tuple[str, ...]
 ) -> None:

@@ -39,7 +39,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 RECTIFIED = {
     name: (method, {**config, "rectify_interval": 7}, prefill) for name, (method, config, prefill) in METHODS.items()
 }
-PROMPTS = random_prompts(17, (900, 40, 700, 333), 1000)
+PROMPTS = random_prompts(17, (700, 40, 333), 1000)
 ASKED = {"return_logprob": True, "sampling_params": {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}}
 
 
@@ -74,7 +74,7 @@ def started(serve, name: str, *flags: str, model: Path | None = None) -> Abstrac
     return serve(*given, method=method, config=config, prefill=prefill)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["resa and anchor", "robsa", "rocketkv"])
 def test_ranks_of_attention_answer_as_one_does(serve, alone, name: str) -> None:
     with started(serve, name, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention") as server:
         # One after the other, each rank in turn while the other one idles; then all at once, with prompts and answers
@@ -102,7 +102,9 @@ def test_ranks_rectify_together(serve, monkeypatch: pytest.MonkeyPatch, name: st
             server.generate(input_ids=prompt, data_parallel_rank=rank, **ASKED) for prompt in PROMPTS[:: 1 - 2 * rank]
         ]
 
-    with started(serve, name, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention") as server:
+    # Of the MLA model's dense layers each rank has the whole.
+    whole = ("--moe-dense-tp-size", "1") if name == "robsa" else ()
+    with started(serve, name, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *whole) as server:
         for rank in range(2):
             assert_same(at(rank)[:: 1 - 2 * rank], expected)
         for state in states(server):
@@ -116,6 +118,28 @@ def test_ranks_rectify_together(serve, monkeypatch: pytest.MonkeyPatch, name: st
                 assert [len(one["output_ids"]) for one in answers] == [24] * len(PROMPTS)
         assert all(state["rectified_requests"] > many for state, many in zip(states(server), before, strict=True))
         assert_nothing_leaked(server)
+
+
+def test_ranks_with_whole_dense_layers_rectify(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has counted a step's tokens before it is divided. Finished answers are encoded to their ends."""
+    method, config, _ = RECTIFIED["robsa"]
+    monkeypatch.setitem(METHODS, "robsa", (method, {**config, "rectify_on_finish": True}, None))
+    found = []
+    for flags in ((), ("--tp-size", "2", "--moe-dense-tp-size", "1")):
+        with started(serve, "robsa", *flags) as server:
+            answers = [server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS]
+            turns = [
+                {"input_ids": prompt + answer["output_ids"] + prompt[:70]}
+                for prompt, answer in zip(PROMPTS, answers, strict=True)
+            ]
+            answers += [server.generate(**turn, **ASKED) for turn in turns]
+            (state,) = states(server)
+            found.append((answers, state["rectified_tokens"], state["finish_tokens_rectified"]))
+            # Rows of many lengths, of which some are due.
+            assert len(server.generate(input_ids=PROMPTS * 2, **ASKED)) == 2 * len(PROMPTS)
+            assert_nothing_leaked(server)
+    assert_same(found[1][0], found[0][0])
+    assert found[1][1:] == found[0][1:] and all(found[0][1:])
 
 
 @pytest.mark.parametrize("name", ["resa and anchor", "robsa"])
