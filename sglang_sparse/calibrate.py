@@ -22,7 +22,7 @@ from sglang_sparse.tools.calibration.prompts import FORMS
 
 
 class Method(Protocol):
-    """What a module says of its method; its docstring is the help."""
+    """A method's module for calibration; its docstring is the help."""
 
     __doc__: str | None
 

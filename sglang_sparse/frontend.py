@@ -35,7 +35,7 @@ PHASES = ("decode", "prefill")
 
 
 class Options(TypedDict, total=False):
-    """What a request may ask for: the fields of the methods here; one that the server's lacks is its status 400.
+    """Options of a request: the fields of all methods; the server answers one that its method lacks with status 400.
 
     Attributes:
         sparse: False for dense attention.

@@ -55,7 +55,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe(recipe: Recipe) -> str:
-    """What a recipe is for, what it needs, and what was measured of it."""
+    """Describe a recipe: its use, its needs and its measurements."""
     lines = [
         f"{recipe.title}: {recipe.gpus} x {recipe.gpu}, {recipe.context_length} tokens, {_run(recipe)}",
         *(f"before the first start: {step}" for step in recipe.before),

@@ -1,4 +1,4 @@
-"""What the method did, counted for the server info."""
+"""Counters of a method for ``/server_info``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PREFILL_TOTALS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_caus
 
 @dataclass
 class RectifyCounts:
-    """What rectification did, counted on the host where it is decided.
+    """Counters of rectification, on the host.
 
     Attributes:
         passes: decode steps that carried a rectifying extend pass.
@@ -67,7 +67,7 @@ def judge(steps: int, right: Sequence[int]) -> tuple[int, int]:
 
 @dataclass
 class DraftCounts:
-    """What rounds of lossless decoding did, counted on the host once their results are there.
+    """Counters of lossless decoding, on the host, when the results of a round arrive.
 
     Drafts of requests with ``lossless: false`` are not among them: nothing verifies those.
 
@@ -226,7 +226,7 @@ class Counters:
 
     @property
     def device_stats(self) -> tuple[torch.Tensor, ...]:
-        """What is counted on the device, int64; the tensors stay the same ones."""
+        """Counters on the device, int64; always the same tensors."""
         return self.select_stats, *([self._prefill.pairs] if self._prefill else [])
 
     def device_totals(self, counted: Sequence[int]) -> dict[str, int]:

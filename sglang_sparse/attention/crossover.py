@@ -33,7 +33,7 @@ KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtyp
 
 
 class Entry(TypedDict):
-    """What is looked up in the table, for what `setup` returns."""
+    """A crossover of the table, for the setup that `setup` returns."""
 
     active_ratio: float
     crossover_tokens: int
@@ -41,7 +41,7 @@ class Entry(TypedDict):
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where sparse decode begins.
+    """The length from which decode runs sparse.
 
     Attributes:
         tokens: KV tokens of a batch's sparse rows in total.
@@ -53,7 +53,7 @@ class Crossover:
 
 
 def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dict[str, object]:
-    """What a measured crossover depends on, in addition to the share of the pages, as an entry of the table has it.
+    """Return the key of a measured crossover, without the share of the pages, as an entry of the table has it.
 
     Args:
         method: name of the decode method.

@@ -55,7 +55,7 @@ class ExactStates:
                 copy[:, requests] = state[:, slots]
 
     def restore(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
-        """Put the copies in the place of the states of some rows."""
+        """Overwrite the states of some rows with their copies."""
         if rows:
             requests, slots = self._places(batch, rows)
             for state, copy in self._copies:

@@ -83,7 +83,7 @@ def needs(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, table
 
 
 def of_prefill(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape) -> Need:
-    """What a pass of the prefill methods needs, with what is kept of cut prompts; see ``needs``. Layers take turns.
+    """Compute the memory of a prefill pass, and of what it keeps of cut prompts; see ``needs``. Layers take turns.
 
     SGLang has one prompt at a time that goes on in a later pass, and in one pass it may end and another begin.
 
@@ -107,7 +107,7 @@ def of_prefill(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape) 
 
 
 def of_decode(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, table_width: int) -> Need:
-    """What a layer of a decode step needs, and the view of the CUDA graphs; see ``needs``. The layers take turns in it.
+    """Compute the memory of a decode layer and of the CUDA graphs' view; see ``needs``. The layers take turns.
 
     CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
     without one. The view of these is not charged: half a MB a row (8 KV heads, 128k tokens in pages of 16; up to
@@ -138,7 +138,7 @@ def of_decode(settings: Settings, kvc: KVCacheConfigurator, model: ModelShape, t
 
 
 def of_selection(settings: Settings, kvc: KVCacheConfigurator, table_width: int) -> Need:
-    """What choosing takes in a pass of prefill where the model chooses; see ``needs``.
+    """Compute the memory of the selection in a prefill pass, for models that select themselves; see ``needs``.
 
     Not charged is what grows with the tokens of the pass alone, a few KB of the 1.5 MB that SGLang leaves for each.
     """
@@ -153,7 +153,7 @@ def of_selection(settings: Settings, kvc: KVCacheConfigurator, table_width: int)
 
 
 def of_prompts(methods: Sequence[PromptSelector], flag: str, kvc: KVCacheConfigurator, model: ModelShape) -> Need:
-    """What requests keep of their prompts, all the time, and what choosing or copying it needs; see ``needs``.
+    """Compute the memory of the prompt tokens that requests keep, and of their selection or copy; see ``needs``.
 
     The layers of several methods choose one after the other.
     """
@@ -204,7 +204,7 @@ def most_query_tokens(given: object, max_context: int) -> int:
 
 
 def allocator_counts(device: torch.device) -> dict[str, int] | None:
-    """How often this process has allocated GPU memory since its start, what it holds and what it held at most, bytes.
+    """Return this process's GPU memory since its start: number of allocations, and bytes held, now and at most.
 
     None on the CPU, whose allocator does not count.
     """

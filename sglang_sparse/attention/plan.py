@@ -1,4 +1,4 @@
-"""Which rows of a decode batch run sparse: a pure function of their lengths."""
+"""The plan of a decode batch, the rows that run sparse: a pure function of their lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN = "sparse_plan"
 
 
 class GroupPlan(NamedTuple):
-    """How much the rows of a batch that runs sparse attend to in the layers of one method, in its blocks.
+    """The blocks that the rows of a sparse batch attend to in the layers of one method.
 
     Attributes:
         n_pages: ``[rows]`` int32 on the CPU, pages held (of the selection: the method's blocks).
@@ -38,7 +38,7 @@ class GroupPlan(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """How a decode batch runs.
+    """The plan of a decode batch.
 
     Attributes:
         covered: ``[rows]`` bool on the CPU, rows that attend to all their tokens in all layers, so that their new KV is

@@ -83,7 +83,7 @@ class PrefillPath:
         )
 
     def parts(self) -> list[dict[str, object]]:
-        """Which layers each method has, for the server info."""
+        """Return the layers of each method, for ``/server_info``."""
         return [
             {
                 "method": name,

@@ -44,7 +44,7 @@ class PromptEnd:
 
 
 class Compacting(Protocol):
-    """What the scheduler does with prompts of which requests let go."""
+    """The scheduler's part of compaction, for methods that ``compacts``."""
 
     def run(self) -> None:
         """Copy what is due, before a pass."""
@@ -69,7 +69,7 @@ class KeepPath:
         prompts: whose KV was cut.
         whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
             visible throughout.
-        compaction: given by the scheduler, lets go of what is not kept, for a method that ``compacts``.
+        compaction: given by the scheduler, releases the prompt tokens that a method which ``compacts`` does not keep.
     """
 
     def __init__(

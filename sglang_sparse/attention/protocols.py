@@ -79,7 +79,7 @@ class ForwardBatch(Protocol):
 
 
 class ModelRunner(Protocol):
-    """What runs the passes of a rank; its ``attn_backend`` is ours in a sparse server."""
+    """The runner of a rank's passes; in a sparse server its ``attn_backend`` is ours."""
 
     attn_backend: SparseAttentionBackend
     dtype: torch.dtype
@@ -145,7 +145,7 @@ class ScheduleBatch(Protocol):
 
 
 class ModelWorker(Protocol):
-    """What launches the passes of a rank."""
+    """The worker that launches a rank's passes."""
 
     is_draft_worker: bool
     model_runner: ModelRunner

@@ -1,4 +1,4 @@
-"""What the selection of a decode method did, or that of one part of several, counted on the device or on the host."""
+"""Counters of a decode method's selection, or of one of its parts, on the device or on the host."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def build_prefill_rules(
 
 
 def _shared_fields(origin: str, found: RuleMethods[M], fields: Sequence[str]) -> dict[str, object]:
-    """What the configs say of these fields, of which each is one for all; refuses what differs."""
+    """Return the values of fields that all configs share; refuse those that differ."""
     configs, shared = [method.config for method in found.methods], {}
     for field in fields:
         values = {getattr(config, field): spec for spec, config in zip(found.first_specs, configs, strict=True)}

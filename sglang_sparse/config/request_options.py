@@ -28,7 +28,7 @@ ADAPTER = "sglang_sparse_adapter:"
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How one request runs.
+    """Options of a request.
 
     Attributes:
         decode: the server's decode methods, with the fields that the request overrides in their configs.

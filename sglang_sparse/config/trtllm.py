@@ -19,7 +19,7 @@ SPARSE, ALGORITHM = "sparse_attention_config", "algorithm"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a config of TensorRT-LLM is read. Fields that are not listed here keep their names.
+    """The reading of a TensorRT-LLM config. Fields that are not listed here keep their names.
 
     Attributes:
         method: name of the decode method in the registry.

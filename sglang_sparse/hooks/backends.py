@@ -1,4 +1,4 @@
-"""Which of SGLang's attention backends compute what methods leave to them."""
+"""SGLang's attention backends that methods use for dense attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sparse server refuses with deterministic inference, where a row's output is a function of the row alone.
+"""Refusals with deterministic inference, where a row's output is a function of the row alone.
 
 Methods, kernels and rectification keep to that rule, see "Deterministic inference" in ``docs/operations.md``. Flags
 that decide about a row by its neighbours are refused, and those that are not proven yet.
@@ -35,7 +35,7 @@ DETERMINISTIC_LIMITS = (
     FlagLimit(
         "mixed chunk",
         given("enable_mixed_chunk"),
-        "a row decodes in another pass where a prompt runs along; leave out --enable-mixed-chunk",
+        "a row would decode in another pass whenever a prompt is prefilled; leave out --enable-mixed-chunk",
     ),
     FlagLimit(
         "priority preemption",

@@ -1,4 +1,4 @@
-"""What the plugin changes of SGLang's DSA."""
+"""Hooks of SGLang's DSA."""
 
 from __future__ import annotations
 

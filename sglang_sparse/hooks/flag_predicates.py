@@ -1,4 +1,4 @@
-"""What a server's arguments ask for, as the tables of limits judge it, and the refusal of what a table finds.
+"""Predicates on a server's arguments for the tables of limits, and the refusal of the flags that a table finds.
 
 A judge returns None where nothing of its kind is asked for.
 """

@@ -1,4 +1,4 @@
-"""Which layers may run sparse: by the model's config those that attend to all, by the loaded model plain attention."""
+"""Layers that may run sparse: full attention by the model's config, and plain attention in the loaded model."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def require_layers(settings: Settings, model: torch.nn.Module, model_config: Any
 
 
 def _found(model: torch.nn.Module, dims: tuple[int, int] | None) -> dict[int, str]:
-    """What each layer has that is not served, by its id; empty for a layer that is."""
+    """Return the unsupported property of each layer by its id; empty for a supported layer."""
     found: dict[int, str] = {}
     owners: dict[int, str] = {}
     for name, layer in _attentions(model):

@@ -25,21 +25,23 @@ _LORA = given("enable_lora", "lora_paths")
 _CANARY = other_than("kv_canary", "none")
 _ON_PREFILL = "served on a pair's prefill server without --sparse-prefill-method"
 
-_UNCOMPARED = "GPUs have been compared with SGLang's own kernels alone"
-_PER_TOKEN = "a rectifying pass computes them anew for every token that it re-encodes, where SGLang wants each once"
-_PER_DRAFT = "a verification computes them for drafts that are not accepted, too"
+_UNCOMPARED = "not yet compared with SGLang's own kernels on GPUs"
+_PER_TOKEN = (
+    "a rectifying pass computes them again for each token that it re-encodes, and SGLang expects each token once"
+)
+_PER_DRAFT = "a verification also computes them for drafts that it rejects"
 # All-to-alls for which SGLang pads each rank's tokens to the most that a rank has.
 PADDED = ("pplx", "deepep_v2")
 TREE_CORES = ("rust", "python")
 _OWN_TREE = (
-    "what keeps approximate KV out of the prefix cache hooks SGLang's own tree, and another one would have to be cut, "
-    f"too; its cores: {', '.join(TREE_CORES)}"
+    "the plugin hooks SGLang's own radix tree to keep approximate KV out of the prefix cache, and would have to hook "
+    f"this one too; supported cores: {', '.join(TREE_CORES)}"
 )
 _OTHER_TREE = FlagLimit(
     "radix cache backend",
     given("radix_cache_backend"),
-    "it may give SGLang's tree a storage of its own, and flags do not say so; served by --sparse-method without a "
-    "prefill method, compaction or check_exactness",
+    "it may load KV from a storage that flags do not show; served by --sparse-method without a prefill method, "
+    "compaction or check_exactness",
 )
 
 
@@ -54,73 +56,70 @@ FLAG_LIMITS = (
     FlagLimit(
         "other speculative algorithms",
         lambda args: drafter(args, served=False) or other_than("decoupled_spec_role", "null")(args),
-        f"their passes are not followed; allowed: {SPARSE_SELF}, {', '.join(DRAFTERS)} with a prefill method alone, or "
-        f"{', '.join(CHAINS)} with --sparse-method resa or dsa",
+        f"the plugin does not follow their passes; allowed: {SPARSE_SELF}, {', '.join(DRAFTERS)} with a prefill method "
+        f"alone, or {', '.join(CHAINS)} with --sparse-method resa or dsa",
     ),
     FlagLimit(
         "LMCache",
         given("enable_lmcache"),
-        "its tree stores an answer's KV before it is cut to what is exact, and takes up loads in match_prefix, where "
-        "nobody notes that they arrive; both would have to be hooked, and --enable-unified-cache-external-linker is "
-        "served",
+        "its tree stores an answer's KV before the plugin removes the approximate part, and loads KV in match_prefix, "
+        "where the plugin does not see it arrive; both need a hook; served: --enable-unified-cache-external-linker",
     ),
     FlagLimit("FlexKV", given("enable_flexkv"), _OWN_TREE),
     FlagLimit(
         "data-parallel attention with padded experts",
         lambda args: args.moe_a2a_backend if uses_dp_attention(args) and args.moe_a2a_backend in PADDED else None,
-        "SGLang turns decode steps into dense prefills where another rank prefills, and these would have to run sparse",
+        "SGLang turns decode steps into dense prefills while another rank prefills, and these would have to run sparse",
     ),
     FlagLimit(
         "distributed weights",
         above_one("dwdp_size"),
-        "a rectifying step has two passes that fetch experts' weights from other GPUs, which is not proven yet; "
-        f"{_ON_PREFILL}",
+        f"a rectifying step fetches experts' weights from other GPUs twice, which is not proven yet; {_ON_PREFILL}",
     ),
     FlagLimit(
         "LoRA with --enable-dp-attention",
         lambda args: uses_dp_attention(args) and _LORA(args),
-        "SGLang's one backend of adapters for it needs a GPU, where it is not proven yet; leave one out",
+        "SGLang's only LoRA backend for it needs a GPU, and is not proven there yet; leave one out",
     ),
     FlagLimit(
         "two-batch overlap",
         given("enable_two_batch_overlap"),
-        "each half of a batch would need a plan and counters of its own; a backend has one of each",
+        "each half of a batch would need its own plan and counters, and a backend has one of each",
     ),
     FlagLimit(
         "PD multiplexing",
         given("enable_pdmux"),
-        "prefill and decode run at once on two streams, and would need a plan and scratch each; a backend has one",
+        "prefill and decode run at once on two streams and would each need a plan and scratch; a backend has one",
     ),
     FlagLimit(
         "megakernel",
         given("enable_nvidia_megakernel"),
-        "a plugin's kernel computes the whole step, and would have to take the chosen pages",
+        "one kernel computes the whole step, and would have to read the selected pages only",
     ),
     FlagLimit(
         "metadata glue graphs",
         environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
-        "a replay would not prepare the sparse path, which would have to be captured, too; unset the variable",
+        "a replay would skip the sparse path's plan, which would have to be captured too; unset the variable",
     ),
     FlagLimit(
         "decode context parallelism",
         above_one("dcp_size"),
-        "a rank holds only a part of each page, and scores would have to be reduced over ranks",
+        "each rank holds a part of each page, and ranks would have to reduce their scores",
     ),
     FlagLimit(
         "prefill context parallelism",
         lambda args: given("enable_prefill_cp")(args) or above_one("attn_cp_size")(args),
-        "a rank has only a part of each chunk's slots, and a refresh would have to take the gathered ones; "
-        f"{_ON_PREFILL}",
+        f"each rank has a part of each chunk's slots, and a refresh of summaries would need all of them; {_ON_PREFILL}",
     ),
     FlagLimit(
         "unified memory pool",
         given("enable_unified_memory"),
-        "slots of its tables are virtual, and summaries and kernels would have to translate them",
+        "its tables hold virtual slots, which summaries and kernels would have to translate",
     ),
     FlagLimit(
         "torch.compile",
         given("enable_torch_compile"),
-        "the compiled step is traced once, and a sparse and a dense graph would have to be traced apart",
+        "it traces a step once, and the sparse and the dense step would each need a trace",
     ),
     FlagLimit("radix tree core", _foreign_core, _OWN_TREE),
     FlagLimit(
@@ -135,19 +134,18 @@ DISAGGREGATION_LIMITS = (
     FlagLimit(
         "--speculative-algorithm",
         lambda args: args.speculative_algorithm,
-        "drafts of a pair are not proven yet; leave it out",
+        "drafts are not proven yet on a pair; leave it out",
     ),
     FlagLimit(
         "offloaded KV",
         given("disaggregation_decode_enable_offload_kvcache"),
-        "it stores an answer's KV as it is written, and would have to wait until it is rectified",
+        "it stores an answer's KV as it is written, and would have to wait for rectification",
     ),
     FlagLimit(
         "KV received in host memory",
         lambda args: None if (share := args.disaggregation_decode_host_receive_threshold) == 1 else share,
-        "it is loaded while the first decode step begins; leave out --disaggregation-decode-host-receive-threshold",
+        "SGLang loads it while the first decode step begins; leave out --disaggregation-decode-host-receive-threshold",
     ),
-    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
 )
 
 # Of servers whose kernels SGLang's own may replace, and do.
@@ -162,7 +160,7 @@ DECODE_LIMITS = (
     FlagLimit(
         "speculative decoding",
         drafting,
-        "it selects for one token of a row at a time, and a verification has several; "
+        "the method selects for one token a row, and a verification has several; "
         f"allowed: {SPARSE_SELF}, --sparse-method resa, or --sparse-prefill-method without --sparse-method",
     ),
 )
@@ -178,8 +176,8 @@ VERIFY_LIMITS = (
     FlagLimit(
         "NGRAM",
         lambda args: name if (name := drafting(args)) and name.upper() not in CHAINS else None,
-        "its drafts are a tree, even with --speculative-ngram-max-bfs-breadth 1, and a sparse verification takes a "
-        f"chain; allowed: {', '.join(CHAINS)}",
+        "it drafts trees, even with --speculative-ngram-max-bfs-breadth 1, and a sparse verification takes chains; "
+        f"allowed: {', '.join(CHAINS)}",
     ),
     FlagLimit(
         "--speculative-eagle-topk",
@@ -189,7 +187,7 @@ VERIFY_LIMITS = (
     FlagLimit(
         "adaptive or multi-layer drafts",
         lambda args: drafting(args) and given("speculative_adaptive", "enable_multi_layer_eagle")(args),
-        "a sparse verification has one number of tokens and follows one worker",
+        "a sparse verification has a fixed number of tokens and follows one worker",
     ),
     FlagLimit("drafts with the KV canary", lambda args: drafting(args) and _CANARY(args), "not proven yet"),
 )
@@ -205,14 +203,14 @@ RECTIFY_LIMITS = (
     FlagLimit(
         "data-parallel attention with pipeline parallelism",
         lambda args: above_one("pp_size")(args) if uses_dp_attention(args) else None,
-        "a rank would have to run along in each stage where others rectify; allowed: --pp-size 1",
+        "each rank would have to run a pass in every stage while another rank rectifies; allowed: --pp-size 1",
     ),
-    FlagLimit("lossless decoding", lossless, "each of its verifications is a dense pass over all new tokens"),
+    FlagLimit("lossless decoding", lossless, "each verification is a dense pass over all new tokens already"),
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit(
         "expert-parallel all-to-all",
         other_than("moe_a2a_backend", "none"),
-        "SGLang may tell a rank its own tokens alone, and what others run of a divided step would have to be gathered",
+        "SGLang may tell a rank only its own token count, and the passes of a divided step need those of all ranks",
     ),
     FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_TOKEN),
@@ -226,9 +224,13 @@ _TREE_OF_A_PAIR = FlagLimit(
 # Of servers with "rectify_on_finish".
 FINISH_LIMITS = (
     _TREE_OF_A_PAIR,
-    FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "nobody shares what it makes exact"),
-    FlagLimit("data-parallel attention", uses_dp_attention, "its passes run behind a step, where ranks do not meet"),
-    FlagLimit("pipeline parallelism", above_one("pp_size"), "its passes run behind a step, where stages do not meet"),
+    FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "no other request could reuse the exact KV"),
+    FlagLimit(
+        "data-parallel attention", uses_dp_attention, "its passes run after a step, when ranks do not synchronize"
+    ),
+    FlagLimit(
+        "pipeline parallelism", above_one("pp_size"), "its passes run after a step, when stages do not synchronize"
+    ),
 )
 
 # Of SGLang's arguments of speculative decoding, what lossless decoding reads or refuses by name.
@@ -260,8 +262,8 @@ DRAFT_LIMITS = (
         ),
         f"allowed: {_DRAFTS}",
     ),
-    FlagLimit("data-parallel attention", uses_dp_attention, "its ranks would have to draft and verify together"),
-    FlagLimit("pipeline parallelism", above_one("pp_size"), "its stages would have to draft and verify together"),
+    FlagLimit("data-parallel attention", uses_dp_attention, "ranks would have to draft and verify together"),
+    FlagLimit("pipeline parallelism", above_one("pp_size"), "stages would have to draft and verify together"),
     FlagLimit("--speculative-eagle-topk", above_one("speculative_eagle_topk"), "drafts are chains; allowed: 1"),
     FlagLimit(
         "--speculative-num-draft-tokens",
@@ -273,9 +275,9 @@ DRAFT_LIMITS = (
         "it follows from --speculative-num-steps; leave it out",
     ),
     FlagLimit("the KV canary", _CANARY, "not proven yet; leave it out"),
-    FlagLimit("LoRA", _LORA, "SGLang's buffers of adapters have one width, and a round two; leave out LoRA's flags"),
+    FlagLimit("LoRA", _LORA, "SGLang's LoRA buffers have one width, and a round needs two; leave out LoRA's flags"),
     FlagLimit("a draft model", given("speculative_draft_model_path"), "the model drafts for itself; leave it out"),
-    FlagLimit("settings of other speculative algorithms", _other_drafting, "they would do nothing; leave them out"),
+    FlagLimit("settings of other speculative algorithms", _other_drafting, "they would have no effect; leave them out"),
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
     FlagLimit("custom logit processors", given("enable_custom_logit_processor"), "they see one token a pass"),
     FlagLimit("returned hidden states", given("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),
@@ -287,13 +289,13 @@ DRAFT_LIMITS = (
 CHECK_LIMITS = (
     _TREE_OF_A_PAIR,
     _OTHER_TREE,
-    FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "it has nothing to prove"),
+    FlagLimit("--disable-radix-cache", given("disable_radix_cache"), "there is no prefix cache to check"),
     FlagLimit(
         "storage behind the prefix cache",
         given("hicache_storage_backend", "enable_unified_cache_external_linker"),
-        "what storage puts into the prefix cache is not followed",
+        "the check does not follow KV that storage loads into the prefix cache",
     ),
-    FlagLimit("the KV canary", _CANARY, "a recomputation writes tokens that the canary knows of no request"),
+    FlagLimit("the KV canary", _CANARY, "the check recomputes tokens that the canary does not expect"),
     FlagLimit("data-parallel attention", uses_dp_attention, "a rank cannot recompute without the others"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "a stage cannot recompute without the others"),
     FlagLimit(
@@ -306,20 +308,24 @@ COMPACT_LIMITS = (
     FlagLimit(
         "--disaggregation-mode",
         is_decode_server,
-        "what a retracted request takes back is its whole prompt; allowed: null, or prefill for good",
+        "a retracted request takes its whole prompt back; allowed: null, or prefill without --enable-pd-role-switch",
     ),
     FlagLimit("data-parallel attention", uses_dp_attention, "a step that SGLang makes dense would read freed pages"),
-    FlagLimit("pipeline parallelism", above_one("pp_size"), "who holds a prompt is known of one micro-batch only"),
+    FlagLimit(
+        "pipeline parallelism",
+        above_one("pp_size"),
+        "a micro-batch does not know which requests of others hold a prompt",
+    ),
     FlagLimit(
         "hierarchical cache or external cache linker",
         given("enable_hierarchical_cache", "enable_unified_cache_external_linker"),
-        "it may load into the pages of a prompt before what is kept of them is copied",
+        "it may overwrite a prompt's pages before compaction has copied the blocks that it keeps",
     ),
     FlagLimit("the KV canary", _CANARY, "it reports the pages that compaction copies"),
     FlagLimit(
         "streaming sessions",
         given("enable_streaming_session"),
-        "a turn would go on behind pages that compaction has freed",
+        "the next turn would read pages that compaction has freed",
     ),
     FlagLimit(
         "mixed chunk",
@@ -329,7 +335,7 @@ COMPACT_LIMITS = (
     FlagLimit(
         "returned routed experts",
         given("enable_return_routed_experts"),
-        "they are found by the slots of a prompt, which compaction has freed",
+        "SGLang finds them by the prompt's slots, which compaction has freed",
     ),
 )
 
@@ -340,17 +346,18 @@ PREFILL_LIMITS = (
     FlagLimit(
         "adaptive speculative decoding",
         lambda args: drafting(args) and given("speculative_adaptive")(args),
-        "each number of drafts has an attention backend of its own, and the counts of one would be reported",
+        "each draft length has its own attention backend, and only one of them would report its counters",
     ),
     FlagLimit(
         "storage behind the prefix cache",
         given("hicache_storage_backend", "enable_unified_cache_external_linker"),
-        "SGLang looks there for the prompt's own tokens, and groups have separate keys",
+        "SGLang looks there by the prompt's tokens, and groups of sparse prefill have separate keys",
     ),
+    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "each rank holds a part of each page"),
     FlagLimit(
         "a prefix cache on the decode server",
         given("disaggregation_decode_enable_radix_cache"),
-        "prompts that part within a group would share some of it there; leave out "
+        "prompts that differ within a group would share a part of it there; leave out "
         "--disaggregation-decode-enable-radix-cache",
     ),
     FlagLimit("multi-item scoring", given("enable_mis"), "sparse prefill would let an item attend to other items"),

@@ -118,7 +118,7 @@ STATES = ModelKind(
         FlagLimit(
             "mixed chunk",
             given("enable_mixed_chunk"),
-            "which states a mixed pass stores is not proven yet; leave out --enable-mixed-chunk",
+            "the states that a mixed pass stores are not proven yet; leave out --enable-mixed-chunk",
         ),
         *_most(
             reasons={
@@ -145,7 +145,7 @@ WINDOW_POOL = ModelKind(
         FlagLimit(
             "early release of windows",
             environment("SGLANG_OPT_RELEASE_PREFILL_SWA"),
-            "rectification reads the windows of a prompt for longer; unset the variable",
+            "rectification reads a prompt's windows later; unset the variable",
         ),
     ),
     {"check_exactness": f"a prefix without its windows cannot be computed again; or add {_ONE_POOL}"},
@@ -198,7 +198,7 @@ TOWERS = ModelKind(
         *_most(_TEXT),
     ),
     # Of images, ids reach 31 bits, see ``prefix_keys.TOKEN_BITS``.
-    no_prefill=f"keys of its groups have no room for the ids of images; text alone is served by {TEXT_ALONE}",
+    no_prefill=f"its group keys have no room for image ids; text alone is served by {TEXT_ALONE}",
 )
 MODEL_KINDS = (STATES, CHUNKS, WINDOW_POOL, OTHER_WINDOWS, TOWERS)
 

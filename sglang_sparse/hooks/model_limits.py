@@ -137,14 +137,18 @@ MODEL_LIMITS = (
     ModelLimit(
         "multimodal model",
         lambda m: m.is_multimodal and not has_towers(m),
-        "its towers are not proven yet, and those of Qwen3-VL are; GLM-4.5V and models without M-RoPE serve text alone "
-        f"by {TEXT_ALONE}",
+        "its media towers are not proven yet, only Qwen3-VL's; GLM-4.5V and models without M-RoPE serve text alone "
+        f"with {TEXT_ALONE}",
     ),
-    ModelLimit("model that needs M-RoPE for text", _needs_positions, "SGLang gives it no positions without its towers"),
+    ModelLimit(
+        "model that needs M-RoPE for text",
+        _needs_positions,
+        "SGLang computes no M-RoPE positions for it without its towers",
+    ),
     ModelLimit(
         "hybrid SSM or linear-attention model",
         _unproven_states,
-        f"its states are not proven yet; those of {', '.join(WITH_STATES)} are",
+        f"its states are not proven yet; proven: {', '.join(WITH_STATES)}",
     ),
     ModelLimit(
         "model of windowed layers alone",
@@ -159,8 +163,11 @@ MODEL_LIMITS = (
         """--json-model-override-args '{"architectures": ["Llama4ForConditionalGeneration"]}'""",
     ),
     ModelLimit(
-        "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
+        "model with its own sparse attention",
+        _own_sparse_attention,
+        "it selects tokens itself; for DSA use --sparse-method dsa",
+        True,
     ),
-    ModelLimit("model whose layers share KV", _shares_kv, "a layer that reads another one's pages is not proven yet"),
+    ModelLimit("model whose layers share KV", _shares_kv, "a layer that reads another layer's pages is not proven yet"),
     ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
 )

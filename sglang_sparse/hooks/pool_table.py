@@ -1,4 +1,4 @@
-"""What the plugin changes of SGLang's memory pools."""
+"""Hooks of SGLang's memory pools."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class AuxBuffers:
 
     @property
     def entry_sizes(self) -> tuple[int, ...]:
-        """How many tokens the entries of the buffers summarise, each number once."""
+        """Return the numbers of tokens that an entry of the buffers summarises, each once."""
         return tuple(dict.fromkeys(map(self.entry_tokens_of, self.specs)))
 
     def specs_of(self, layer_id: int) -> tuple[AuxSpec, ...]:

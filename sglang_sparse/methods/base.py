@@ -159,7 +159,7 @@ class DecodeMethod:
 
     @property
     def alone(self) -> str | None:
-        """Why a method that ``combines`` can only be combined with dense layers under this config, or None."""
+        """Return the reason why this config combines with dense layers only, or None; for methods that ``combines``."""
         return None
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ class DecodeMethod:
         return usual
 
     def warnings(self) -> tuple[str, ...]:
-        """What to tell the user at start."""
+        """Return warnings for the user at start."""
         return ()
 
     def prefill_fields(self) -> dict[str, object] | None:

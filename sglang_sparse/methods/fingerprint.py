@@ -1,4 +1,4 @@
-"""Which checkpoint something was measured on, and what its tensors are.
+"""The fingerprint of a checkpoint, and its tensors.
 
 It needs neither torch nor transformers, so that a server can ask before it starts anything.
 """
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def fingerprint(model_path: str, revision: str | None = None) -> str:
-    """What tells a checkpoint from another one: a SHA-256 in hexadecimal digits.
+    """Return a SHA-256 that tells a checkpoint from others, in hexadecimal digits.
 
     It is of the fields of ``config.json``, without those that do not change the forward pass (`HARMLESS`), and of every
     tensor in the safetensors files: name, element type, shape and contents; whole up to 4 MiB, of larger ones 16 KiB at
@@ -52,7 +52,7 @@ def fingerprint(model_path: str, revision: str | None = None) -> str:
 
 
 def tensors(model_path: str, revision: str | None = None) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-    """What the safetensors files of a checkpoint hold, of which only headers are read.
+    """Return the tensors of a checkpoint's safetensors files, from their headers.
 
     Args:
         model_path: a folder, or a name; nothing is downloaded.

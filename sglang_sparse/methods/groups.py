@@ -63,7 +63,7 @@ class LayerGroups(Generic[M]):
         return next((reason for method in self.methods if (reason := method.refuse_weights(model_config))), None)
 
     def warnings(self) -> tuple[str, ...]:
-        """What to tell the user at start."""
+        """Return warnings for the user at start."""
         return tuple(dict.fromkeys(text for method in self.methods for text in method.warnings()))
 
 
@@ -121,7 +121,7 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
         return self.methods[0].prefill_fields() if len(self.methods) == 1 else None
 
     def warnings(self) -> tuple[str, ...]:
-        """What to tell the user at start; among it that methods of both phases only decode in separate layers."""
+        """Return warnings for the user at start, also about methods of both phases that only decode in their layers."""
         several = zip(self.names, self.configs, strict=True) if len(self.methods) > 1 else ()
         both = [name for name, config in several if config.phase_fields]
         own = [f"{name} only decodes in its layers; --sparse-prefill-method decides prefill" for name in both]

@@ -1,4 +1,4 @@
-"""Which layers of a model run sparse, as the config field ``layers`` says it."""
+"""The config field ``layers``: the layers of a model that run sparse."""
 
 from __future__ import annotations
 

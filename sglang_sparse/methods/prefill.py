@@ -111,7 +111,7 @@ class PrefillSpan:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """What one layer attends over: the queries of an extend batch and SGLang's paged KV.
+    """The inputs of a layer's attention: the queries of an extend batch and SGLang's paged KV.
 
     Attributes:
         query: ``[tokens, q_heads, head_dim]``, after RoPE, row after row in the order of positions.
@@ -204,7 +204,7 @@ class PrefillMethod(ABC):
         return None
 
     def warnings(self) -> tuple[str, ...]:
-        """What to tell the user at start of a config as it was given."""
+        """Return warnings for the user at start, about the config as given."""
         asked = self.config.crossover_tokens
         if asked in ("auto", self.dense_below) or self.config.dense_fallback == "never":
             return ()

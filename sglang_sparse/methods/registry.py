@@ -58,7 +58,7 @@ def _with_installed(built_in: dict[str, str], group: str) -> dict[str, str]:
 
 @cache
 def _installed(group: str, path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """What is installed under `path`: to read it takes longer than all else that is asked of a configuration."""
+    """Return the entry points under `path`, cached: reading them takes longer than the rest of a configuration."""
     return tuple((found.name, found.value) for found in entry_points(group=group))
 
 

@@ -55,7 +55,7 @@ WINDOW_LIMITS = (
     FlagLimit(
         "a prefix cache on the decode server",
         given("disaggregation_decode_enable_radix_cache"),
-        "the last tokens of a prompt are encoded again there, in pages that others would share; leave out "
+        "it encodes a prompt's last tokens again, in pages that other requests would share; leave out "
         "--disaggregation-decode-enable-radix-cache",
     ),
     FlagLimit(
@@ -65,7 +65,7 @@ WINDOW_LIMITS = (
             if is_decode_server(args)
             else None
         ),
-        "the last tokens of a prompt are encoded again there, in a pass that the other ranks would have to run along",
+        "it encodes a prompt's last tokens again, in a pass that the other ranks would have to join",
     ),
 )
 
@@ -160,17 +160,17 @@ class Rocketkv(PromptSelector):
 
     @property
     def max_kept(self) -> int:
-        """What of ``prompt_budget`` the window leaves, in whole blocks."""
+        """Whole blocks of ``prompt_budget`` that the window leaves."""
         return (self.config.prompt_budget - self.config.window_size) // self.block_size
 
     @property
     def compacts(self) -> bool:
-        """Where ``eviction`` is "compact"."""
+        """Whether ``eviction`` is "compact"."""
         return self.config.eviction == "compact"
 
     @property
     def alone(self) -> str | None:
-        """Where it compacts."""
+        """Return the reason why compaction needs all layers, or None without compaction."""
         if self.compacts:
             return (
                 'eviction is "compact", which frees the pages of a prompt for all layers at once; allowed: "visibility"'

@@ -1,4 +1,4 @@
-"""What a decode method may do besides selecting pages: choose at a prompt's end, or attend itself."""
+"""Further roles of decode methods: select prompt tokens when a prompt ends, or compute the attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Kept:
-    """What of their prompts the requests keep in the layers of one method, by their row in SGLang's request pool.
+    """The prompt tokens that requests keep in one method's layers, by their row in SGLang's request pool.
 
     From ``first_visible`` on a request sees every block, the prompt's last tokens and what it generates; of the blocks
     before, those that it keeps. 0 means that it sees everything.
@@ -68,8 +68,8 @@ class PromptSelector(DecodeMethod, ABC):
 
     The first stage is what TensorRT-LLM calls ``sparse_kv_predict``, and what it returns its ``sparse_kv_indices``;
     the second one is ``select``. What is left out stays in the KV pool and in the radix tree: it is invisible to this
-    request's decode steps, while rectification and other requests see it. A method that ``compacts`` lets go of it, see
-    ``scheduler/compaction.py``: nothing sees it for this request any more, and the tree may evict it.
+    request's decode steps, while rectification and other requests see it. A method that ``compacts`` releases
+    it, see ``scheduler/compaction.py``: this request never reads it again, and the tree may evict it.
 
     The first stage needs the queries of the prompt's last tokens in one pass, so a cached prefix is used up to these
     tokens only, and no chunk ends among them (``attention/prompt_selection.py``). What it chooses is then a function of

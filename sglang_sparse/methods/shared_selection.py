@@ -1,4 +1,4 @@
-"""What the layers selected for the first draft of a round, which the drafts behind it attend to as well.
+"""The selection of each layer for a round's first draft; the later drafts attend to it as well.
 
 Tokens that follow one another need nearly the same pages, and a draft that selects none reads no summaries. Source:
 contextual locality, TriForce (arXiv 2404.11912), section 3.2, which selects anew after some rounds, here each round.

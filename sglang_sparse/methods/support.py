@@ -1,4 +1,4 @@
-"""What methods refuse of a server and a model, and typical models to ask them about."""
+"""Flags and models that methods refuse, and typical models to ask them about."""
 
 from __future__ import annotations
 

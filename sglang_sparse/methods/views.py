@@ -1,4 +1,4 @@
-"""What a method sees of a decode batch and its layers; ``attention/batch.py`` fills it."""
+"""The view of a decode batch and its layers that a method gets; ``attention/batch.py`` fills it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SELECT_STATS = 4
 
 @dataclass(frozen=True)
 class LatentQuery:
-    """What the rows of a decode batch ask of an MLA layer, and what they ask it of.
+    """The queries of a decode batch for an MLA layer, and the latents that they attend to.
 
     Attributes:
         nope: ``[rows, q_heads, latent]``, the query without position, absorbed into the latent space.

@@ -1,1 +1,1 @@
-"""Which tokens run, and what may be shared."""
+"""The plugin's part of the scheduler: the tokens of each pass, and the KV that requests may share."""

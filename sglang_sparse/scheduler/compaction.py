@@ -1,19 +1,19 @@
-"""Compaction: what a request keeps of its prompt moves to separate pages, and the prompt may leave the KV pool.
+"""Compaction: copy the blocks that a request keeps of its prompt to private pages, and release the prompt.
 
 Source: the first stage of RocketKV (arXiv:2502.14051), permanent KV cache eviction. Unlike there, the prompt stays in
 the radix tree, without this request's lock: the tree evicts it when it needs the memory, and other requests find it
 until then.
 
-The private pages take the place of the prompt's last ones in the request's row of ``req_to_token``: the blocks that
-each KV head keeps come to lie just before the window, side by side, so that positions, lengths, selection and
-attention stay as they are. What of the row lies before them names no page any more, and ``cache_protected_len``, where
-the request's own pages begin, moves back to them, which makes SGLang's accounting and release come out right.
+In the request's row of ``req_to_token`` the private pages replace the prompt's last ones: the blocks that each KV head
+keeps lie directly before the window, so that positions, lengths, selection and attention stay as they are. The entries
+before them name no page any more, and ``cache_protected_len``, where the request's own pages begin, moves back to
+them, so that SGLang counts and releases the right pages.
 
-A prompt and its private copy exist side by side for a moment. Room for one copy is enough for a whole batch, as each
-prompt that is let go makes room for the next, so SGLang is made to leave that much free where it admits a request
-together with others. If there is still no room, the request goes on as it is and tries again at its next step: nobody
-waits for it, and a request alone is admitted as always. A copy leaves a page for each row's next token, so that it is
-not what a request is retracted for.
+A prompt and its private copy exist together for a moment. Room for one copy is enough for a whole batch, because each
+released prompt makes room for the next copy; SGLang leaves that much free when it admits a request beside others. If
+there is still no room, the request goes on as it is and tries again at its next step: nobody waits for it, and a
+request alone is admitted as always. A copy leaves a page for each row's next token, so that no request is retracted
+for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Span:
-    """Which blocks of a request are copied, and where to: positions do not change but for the kept blocks.
+    """The blocks of a request that are copied, and their places: only the kept blocks change positions.
 
     Attributes:
         start: position of the first private slot, at a page's end.
@@ -93,7 +93,7 @@ class Compaction:
         kv_pool: SGLang's KV pool.
 
     Attributes:
-        requests: that have let go of their prompt.
+        requests: that have released their prompt.
         freed_tokens: KV tokens that they no longer hold, in all.
         waits: decode steps at which a request had no room for its copy, summed over requests.
     """
@@ -156,8 +156,8 @@ class Compaction:
     def run(self) -> None:
         """Launch the copies that are due, on the stream of the passes, before anything of the next pass.
 
-        One request after the other, in the order in which they let go: the private pages of a later one may be those
-        of an earlier one's prompt, which the tree has evicted for it.
+        One request after the other, in the order of their releases: a later one may take pages that the tree has
+        evicted from an earlier one's prompt.
         """
         moves, self._moves = self._moves, []
         for move in moves:
@@ -251,9 +251,9 @@ def _nodes(path: Sequence[TreePathNodeInfo]) -> list[tuple[int, int]]:
 
 
 def _frees_memory(request: Req, span: Span, holders: Counter[tuple[int, int]], tree: RadixTree) -> bool:
-    """Whether less KV is held where all who hold this prompt let go of it.
+    """Whether less KV is held when all holders of this prompt release it.
 
-    Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
+    A shared page is free only after its last holder has released it, and each holder takes a copy.
     """
     node = locked_node(request)
     own = () if node is None else tree.tree_core.collect_path_info([node])[0]

@@ -1,4 +1,4 @@
-"""Which rows of a decode step are rectified: pure functions, so that tensor-parallel ranks agree."""
+"""Choice of the rows that a decode step rectifies: pure functions, so that tensor-parallel ranks agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a request's KV is exact, and the rule that only exact KV enters the radix tree.
+"""The exact part of a request's KV, and the rule that only exact KV enters the radix tree.
 
 ``shareable_len`` of a request: KV of positions ``[0, shareable_len)`` equals what dense attention over the same tokens
 would have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not, unless

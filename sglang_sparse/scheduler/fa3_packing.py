@@ -1,4 +1,4 @@
-"""Which rows share a rectifying pass, by how FlashAttention-3 divides a batch among the GPU's multiprocessors.
+"""Division of rows into rectifying passes, by FlashAttention-3's division of a batch among multiprocessors.
 
 It cuts each row's keys into parts, as few as leave none longer than a multiprocessor's share of the whole batch and a
 tenth, and then each multiprocessor takes one part after the other. So a batch takes as long as its rounds of parts:
@@ -88,7 +88,7 @@ class Divider:
         return taken
 
     def _tiles(self, rows: Sequence[tuple[int, int]]) -> float:
-        """What `tiles` would be if the work were divided evenly."""
+        """Return `tiles` for evenly divided work."""
         return sum(self._rows_of_tiles(queries) * math.ceil(keys / TILE) for queries, keys in rows) / self.processors
 
     def _rows_of_tiles(self, queries: int) -> int:

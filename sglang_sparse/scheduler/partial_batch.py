@@ -36,7 +36,7 @@ STEP = "sglang_sparse_step"
 
 @dataclass(frozen=True)
 class Span:
-    """What of a request is encoded again, densely.
+    """The tokens of a request that a dense pass encodes again.
 
     Attributes:
         request: whose tokens they are.

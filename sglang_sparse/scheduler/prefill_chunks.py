@@ -192,7 +192,7 @@ def _end_where_allowed(adder: PrefillAdder, request: Req, start: int, memory: in
 
 
 def _mixed_rows(adder: PrefillAdder) -> int:
-    """How many rows will decode together with the prompts of a pass that has none yet."""
+    """Return the number of rows that will decode with the prompts of a pass that has none yet."""
     from sglang.srt.runtime_context import get_server_args
 
     running = adder.running_batch

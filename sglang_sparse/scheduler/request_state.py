@@ -1,4 +1,4 @@
-"""What the scheduler keeps about a request."""
+"""The scheduler's state of a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS_ATTRIBUTE = "sglang_sparse_options"
 
 @dataclass
 class RequestState:
-    """What the plugin keeps on SGLang's ``Req``.
+    """The plugin's state on SGLang's ``Req``.
 
     Attributes:
         options: how it runs.
@@ -30,8 +30,8 @@ class RequestState:
             nothing is computed too. What a sparse prefill wrote counts as exact here: nothing makes it better.
         split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
         cut: what its last pass of prefill has left for the next, if the prompt goes on and may cut a group there.
-        kept: what it will hold of its prompt where it lets go of the rest, see ``PromptSelector.kept``; (0, 0) also
-            while that is not decided.
+        kept: the prompt tokens that it will hold after compaction, see ``PromptSelector.kept``; (0, 0) until they are
+            chosen.
         verified_from: where its last verification began, if that was one which may run sparse and ran dense for it.
         compacted: it holds this alone, and no longer its prompt, see ``scheduler/compaction.py``.
     """

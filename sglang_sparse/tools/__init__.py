@@ -1,1 +1,1 @@
-"""What the commands do."""
+"""Code of the commands."""

@@ -157,7 +157,7 @@ def graph_timer(runs: Mapping[str, Run], layers: int, rounds: int = 20) -> dict[
 
 
 def num_layers(method: Resa, model: ModelShape, tokens: int, device: str) -> int:
-    """How many layers together read `L2_MULTIPLE` times what the L2 cache of a device holds, at least 2."""
+    """Return the number of layers that read `L2_MULTIPLE` times the L2 cache of a device, at least 2."""
     if not device.startswith("cuda"):
         return 1
     cache = 2 * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize * tokens
@@ -171,7 +171,7 @@ STEP = 1024
 
 @dataclass(frozen=True)
 class Point:
-    """What one batch took.
+    """The times of one batch.
 
     Attributes:
         batch: rows.
@@ -250,7 +250,7 @@ def crossing(points: Iterable[Point]) -> int:
 
 
 def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str, overhead: float) -> dict[str, object]:
-    """What `sglang_sparse.attention.crossover` looks up, and what it was made from.
+    """Make an entry for `sglang_sparse.attention.crossover`, with the measurements behind it.
 
     Raises:
         TuneError: see `crossing`.

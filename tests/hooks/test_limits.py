@@ -264,7 +264,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("--speculative-algorithm", "speculative_algorithm", "EAGLE"),
             on("offloaded KV", "disaggregation_decode_enable_offload_kvcache"),
             on("KV received in host memory", "disaggregation_decode_host_receive_threshold", 0.5),
-            on("KV cache sharding", "enable_kv_cache_sharding"),
         ),
     ),
     "WINDOW_LIMITS": (
@@ -311,6 +310,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
             on("storage behind the prefix cache", "hicache_storage_backend", "file"),
             on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
+            on("KV cache sharding", "enable_kv_cache_sharding"),
             on("radix cache backend", "radix_cache_backend", "other"),
             on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),
             on("multi-item scoring", "enable_mis"),

@@ -36,6 +36,7 @@ MODELS = {
 BY_SGLANG = (
     ("enable_encoder_swa_bounded_replay", True, "requires DeepSeek-V4.1"),
     ("enable_page_major_kv_layout", True, "temporarily unsupported"),
+    ("enable_kv_cache_sharding", True, "only supported on PD prefill workers"),
     ("enable_hisparse", True, "only supported for DSA"),
     ("prefill_only_disable_kv_cache", True, "requires --is-embedding"),
     ("dllm_algorithm", "LowConfidence", "Unknown diffusion LLM"),

@@ -1,4 +1,4 @@
-"""How the Triton kernels of anchor attention are launched."""
+"""Launches of the Triton kernels of anchor attention."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the pieces of a prompt hand on to later ones, so that these find keys for queries of theirs, too."""
+"""Means that a prompt's pieces pass on to later pieces, which select keys for the queries of both."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def means_bytes(step: int, num_q_heads: int, head_dim: int, dtype: torch.dtype) 
 
 
 def carried_means(piece: Slice, number: int) -> int:
-    """How many means are carried to a slice's ``number``-th part, whose first block may have one of them itself."""
+    """Return the number of means carried to a slice's ``number``-th part, whose first block may have one of them."""
     part = piece.parts[number]
     if number and piece.parts[number - 1].row == part.row:
         return 0
@@ -48,7 +48,7 @@ def carried_means(piece: Slice, number: int) -> int:
 
 
 def earlier_means(piece: Slice, number: int) -> int:
-    """How many means a part has from parts before it, in whatever slice; see ``carried_means``."""
+    """Return the number of means of a part from earlier parts, in any slice; see ``carried_means``."""
     part = piece.parts[number]
     return part.num_means - part.num_blocks + (piece.blocks[part.first_block].earlier > 0)
 

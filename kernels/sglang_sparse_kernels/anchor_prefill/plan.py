@@ -1,4 +1,4 @@
-"""Which query blocks and step groups a ragged extend pass holds: made once a pass, used by all of its layers."""
+"""The query blocks and step groups of a ragged extend pass: made once a pass, used by all of its layers."""
 
 import math
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class GroupPart(NamedTuple):
 
 
 class SliceSize(NamedTuple):
-    """How many queries, means of blocks, group parts, candidate keys and tiles of candidates a slice has."""
+    """Numbers of a slice's queries, means of blocks, group parts, candidate keys and tiles of candidates."""
 
     queries: int
     means: int
@@ -104,7 +104,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class AnchorPlan:
-    """What ``make_plan`` returns.
+    """The plan that ``make_plan`` returns.
 
     ``tile_keys`` candidates make a tile. ``max_length`` is the longest row with its prefix. ``anchor_pairs`` and
     ``causal_pairs`` count the query-key pairs of one query head in the anchor regions, and in dense causal attention.
@@ -160,7 +160,7 @@ def scratch_bound(
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the kernels of one slice hand on.
+    """The buffers between the kernels of one slice.
 
     ``maximum`` and ``total`` are ``[Hq, n]`` and ``output`` ``[n, Hq, dv]``, float32; maxima are products of query and
     key before any scale. ``pooled`` ``[means, Hq, d]`` has the dtype of the query, ``anchors`` ``[means, Hq]`` is

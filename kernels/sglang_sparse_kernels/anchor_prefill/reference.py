@@ -119,7 +119,7 @@ def key_gaps(
     group: int,
     means: Mapping[int, GroupMeans] | None = None,
 ) -> torch.Tensor:
-    """How far each candidate key of a row's group lies below the anchor, in natural logarithm units.
+    """Return the distance of each candidate key of a row's group below the anchor, in natural logarithm units.
 
     Returns:
         ``[means, Hq, candidates]`` float32: mean anchor of the query block minus its mean query's logit; negative
@@ -160,7 +160,7 @@ def active_keys(
     group: int,
     means: Mapping[int, GroupMeans] | None = None,
 ) -> torch.Tensor:
-    """Which candidate keys are active for a row's group, ``[Hq, candidates]`` bool; see ``key_gaps``."""
+    """Return the active candidate keys of a row's group, ``[Hq, candidates]`` bool; see ``key_gaps``."""
     gaps = key_gaps(q, k_cache, page_table, plan, page_size, sm_scale, k_scale, row, group, means)
     return _hit(gaps, theta[row]).any(0)
 

@@ -40,7 +40,7 @@ _MERGE_THREADS = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """How the heads are divided: ``head_tiles`` 16s of them a warp, and ``token_warps`` that have the same ones."""
+    """The division of heads: each warp has ``head_tiles`` tiles of 16, and ``token_warps`` warps have the same ones."""
 
     heads: int
     head_tiles: int
@@ -64,14 +64,14 @@ class Shape:
         return max(1, (384 if self.heads == 64 else 512) // self.threads)
 
     def defines(self, dtype: torch.dtype) -> dict[str, int]:
-        """What the splits are compiled with."""
+        """Macros of the kernel of splits."""
         # So that about 64 KiB are on their way to a multiprocessor.
         stages = 2 if self.token_warps == 4 else 3 if self.resident > 2 else 4
         more = {"HEAD_TILES": self.head_tiles, "STAGES": stages, "RESIDENT": self.resident}
         return {"HEADS": self.heads, "TOKEN_WARPS": self.token_warps, "KIND": KINDS[dtype], **more}
 
     def merge_defines(self, cluster: int) -> dict[str, int]:
-        """What the merge is compiled with."""
+        """Macros of the kernel that merges them."""
         return {"HEADS": self.heads, "TOKEN_WARPS": self.token_warps, "CLUSTER": cluster}
 
 

@@ -25,7 +25,7 @@ def takes(mass: torch.Tensor) -> bool:
 
 
 def defines(width: int) -> dict[str, int]:
-    """What the source is compiled with for rows of ``width`` blocks."""
+    """Return the source's macros for rows of ``width`` blocks."""
     return {"THREADS": _THREADS, "ITEMS": next(items for items in _ITEMS if items * _THREADS >= width)}
 
 

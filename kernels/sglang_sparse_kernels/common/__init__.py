@@ -1,1 +1,1 @@
-"""What several operations share: checks, launches, number formats, scratch, test inputs and timing."""
+"""Shared code of operations: checks, launches, number formats, scratch, test inputs and timing."""

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs, and the argument checks the operations share."""
+"""Choice of an operation's implementation, and the argument checks that operations share."""
 
 import os
 from collections.abc import Collection
@@ -88,7 +88,7 @@ def check_last(**tensors: torch.Tensor) -> None:
 def result(
     name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """``given``, or a new tensor in the place of None.
+    """Return ``given``, or a new tensor for None.
 
     Raises:
         ValueError: ``given`` is not contiguous, or has not this shape, dtype and device.
@@ -169,7 +169,7 @@ def check_paged_prefill(
 
 
 class PrefillPlan(Protocol):
-    """What the plans of prefill operations have in common: sizes of the batch that they were made for."""
+    """Shared fields of the plans of prefill operations: the sizes of their batch."""
 
     @property
     def num_queries(self) -> int:
@@ -188,7 +188,7 @@ class PrefillPlan(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its tables are."""
+        """The device of its tables."""
         ...
 
 

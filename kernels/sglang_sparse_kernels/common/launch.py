@@ -1,4 +1,4 @@
-"""What every Triton kernel here needs at launch: the device's properties and dependent launch."""
+"""Launches of Triton kernels: the device's properties, and dependent launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_DOT = 16
 
 @dataclass(frozen=True)
 class Properties:
-    """What launches go by.
+    """Properties of a device for launches.
 
     Attributes:
         capability: what the device can do, by NVIDIA's numbers.
@@ -56,7 +56,7 @@ def _properties(device: torch.device) -> Properties:
 
 
 def properties(device: torch.device) -> Properties:
-    """What launches on ``device`` go by."""
+    """Return the properties of ``device`` for launches."""
     return stand_in if device.type == "cpu" else _properties(device)
 
 
@@ -75,7 +75,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """What ``device`` can do, by NVIDIA's numbers."""
+    """Return the compute capability of ``device``."""
     return properties(device).capability
 
 

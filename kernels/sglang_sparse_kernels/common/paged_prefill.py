@@ -1,4 +1,4 @@
-"""What the Triton kernels of prefill attention have in common: reads of a paged cache, and the online softmax."""
+"""Shared parts of the Triton kernels of prefill attention: reads of a paged cache, and the online softmax."""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false

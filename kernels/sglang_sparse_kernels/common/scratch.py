@@ -1,4 +1,4 @@
-"""What an operation allocates for a moment: rows that together need more than a limit take turns in it."""
+"""Temporary memory of an operation: rows that together need more than a limit take turns."""
 
 # Bytes, wherever what a single row needs fits.
 LIMIT = 256 << 20

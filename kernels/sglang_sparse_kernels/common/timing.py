@@ -66,7 +66,7 @@ class Graph:
 
 
 def replays_for(calls: int, us: float) -> int:
-    """How often a graph is replayed in a row: for about `MIN_REPLAY`, or longer.
+    """Return the number of replays of a graph in a row: for about `MIN_REPLAY`, or longer.
 
     Args:
         calls: of the graph.

@@ -117,7 +117,7 @@ def _results(
     names: Names,
     out: Results | None,
 ) -> Results:
-    """What is written: ``out``, checked, or all that can be, made."""
+    """Return the checked ``out``, or new tensors for all outputs."""
     queries = len(logits)
     shapes = {"positions": (queries, topk), "counts": (queries,), "slots": (queries, topk)}
     named = names[0] is not None or names[2] is not None

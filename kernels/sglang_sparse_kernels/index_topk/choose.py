@@ -1,4 +1,4 @@
-"""How a pass chooses from index logits by ``index_topk``: those of many queries in parts.
+"""Selection from a pass's index logits by ``index_topk``: many queries in parts.
 
 A server uses it behind SGLang's logits and behind its own; ``eval.lab.bench_dsa`` times both. What is allocated beside
 the results is bounded, whatever the prompt and the chunk, also where ``index_topk`` has no kernel of its own.
@@ -68,7 +68,7 @@ def choose_in_parts(
 
 
 def _some(names: Names, mine: slice) -> Names:
-    """What the tokens of some queries are called."""
+    """Return the names of tokens for some queries."""
     table, rows, offsets = names
     if offsets is not None:
         return None, None, offsets[mine]
@@ -114,7 +114,7 @@ def queries_at_once(width: int, device: torch.device) -> int:
 
 
 def most_logits(device: torch.device) -> int:
-    """How many logits, float32, are chosen from at a time."""
+    """Return the number of float32 logits of one part."""
     return (LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES) // 4
 
 
@@ -125,7 +125,7 @@ def slots_of(
     offsets: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What positions are called in the KV cache.
+    """Translate positions to slots of the KV cache.
 
     Args:
         chosen: ``[queries, n]`` int32, positions within each query's row, or -1.

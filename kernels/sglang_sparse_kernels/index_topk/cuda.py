@@ -45,13 +45,13 @@ class Shape:
 
     @property
     def defines(self) -> dict[str, int]:
-        """What the source is compiled with."""
+        """Return the source's macros."""
         sizes = {"CLUSTER": self.cluster, "THREADS": self.threads, "CANDIDATES": self.candidates}
         return {**sizes, "RESIDENT": max(1, _RESIDENT // self.threads), "PAGE": PAGE_SIZE}
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest row, which a bitmap in the place of the candidates has to hold."""
+        """Tokens of the longest row, whose bitmap has to fit the memory of the candidates."""
         return self.cluster * (32 * self.candidates - 16)
 
 
@@ -66,7 +66,7 @@ def takes(logits: torch.Tensor, topk: int) -> bool:
 
 
 def shape_of(width: int, queries: int, topk: int, processors: int, clusters: bool = True) -> Shape:
-    """How rows are selected from.
+    """Return the launch config of a selection from rows.
 
     One block where there are as many queries as run at once: then only throughput counts, and small blocks leave the
     memory idle least. With fewer the most blocks that have a multiprocessor of their own and enough to do.

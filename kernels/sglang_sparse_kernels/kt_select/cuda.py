@@ -83,7 +83,7 @@ def takes(q: torch.Tensor, summary: torch.Tensor, width: int) -> bool:
 
 
 def defines(dim: int, group: int, dtype: torch.dtype, topr: int, config: Config) -> dict[str, int]:
-    """What the source is compiled with."""
+    """Return the source's macros."""
     sizes = {"DIM": dim, "GROUP": group, "KIND": KINDS[dtype], "CHOOSE": int(topr < dim)}
     sizes |= {"HEADS": MAX_GROUP, "HELD": _HELD // group}
     return {**sizes, "CLUSTER": config.cluster, "THREADS": config.threads, "RESIDENT": config.resident}

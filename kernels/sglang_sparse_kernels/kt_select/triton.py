@@ -119,7 +119,7 @@ def _visible_blocks_kernel(
 
 @triton.jit
 def _numbers(elements, ENCODING: tl.constexpr):
-    """What the elements of a summary stand for; float8 as float16, e4m3 as 2^-8 of its number."""
+    """Convert the elements of a summary to numbers; float8 to float16, e4m3 to 2^-8 of its number."""
     if ENCODING == _E4M3:
         return as_half(elements)
     elif ENCODING == _E5M2:

@@ -35,7 +35,7 @@ def record_bytes(count: int, dim: int) -> int:
 
 
 def count_of(num_bytes: int, dim: int) -> int:
-    """How many centroids of ``dim`` elements a record of ``num_bytes`` has."""
+    """Return the number of centroids of ``dim`` elements in a record of ``num_bytes``."""
     return 1 + (num_bytes - HEADER - dim) // (dim // 2)
 
 

@@ -36,7 +36,7 @@ def takes(q: torch.Tensor, summary: torch.Tensor) -> bool:
 
 
 def defines(dim: int, group: int, query: torch.dtype, summary: torch.dtype) -> dict[str, int]:
-    """What the source is compiled with. Of float8 a lane holds half as much, so that more blocks run at once."""
+    """Return the source's macros. With float8 a lane holds half as much, so that more blocks run at once."""
     kind, resident = KINDS[summary], 5 if summary.itemsize == 1 else 4
     return {"DIM": dim, "GROUP": group, "KIND": kind, "QUERY": KINDS[query], "RESIDENT": resident}
 

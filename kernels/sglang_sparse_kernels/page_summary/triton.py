@@ -191,7 +191,7 @@ def _offsets_of(addresses: tuple[int, ...], device: torch.device) -> torch.Tenso
 
 
 def _rounding(kv_dtype: torch.dtype, summary_dtype: torch.dtype) -> int:
-    """How a summary is rounded; a wider or equal dtype takes every key as it is."""
+    """Return the rounding of a summary; a wider or equal dtype takes every key as it is."""
     if summary_dtype == torch.float8_e5m2:
         return _E5M2.value
     if kv_dtype in (summary_dtype, torch.float8_e4m3fn):

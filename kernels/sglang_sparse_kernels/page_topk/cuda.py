@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def defines(self) -> dict[str, int]:
-        """What the source is compiled with."""
+        """Return the source's macros."""
         return {"CLUSTER": self.cluster, "THREADS": self.threads, "ITEMS": self.items, "VOTERS": self.voters}
 
 
@@ -63,7 +63,7 @@ def takes(scores: torch.Tensor) -> bool:
 
 
 def shape_of(width: int, rows: int, processors: int, cluster: int | None = None, threads: int | None = None) -> Shape:
-    """How rows are selected from.
+    """Return the launch config of a selection from rows.
 
     Args:
         width: pages of the longest row.

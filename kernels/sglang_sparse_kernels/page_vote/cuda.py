@@ -46,7 +46,7 @@ def selects(q: torch.Tensor, summary: torch.Tensor, scores: torch.Tensor) -> boo
 
 
 def defines(dim: int, group: int, count: int, query: torch.dtype) -> dict[str, int]:
-    """What the source is compiled with."""
+    """Return the source's macros."""
     sizes = {"DIM": dim, "GROUP": group, "COUNT": count, "RECORD": record_bytes(count, dim)}
     return {**sizes, "QUERY": KINDS[query], "RESIDENT": _resident(dim), "DEPTH": _depth(dim, count)}
 

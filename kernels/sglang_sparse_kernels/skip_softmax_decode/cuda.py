@@ -1,8 +1,8 @@
-"""CUDA kernel of Skip-Softmax decode: keys always streaming, and values behind them where they are wanted.
+"""CUDA kernel of Skip-Softmax decode: loads of keys never stop, and those of the wanted values follow them.
 
-A program of Triton's kernel waits for the values of a block when its keys have been judged. Here a warp asks for them
-and goes on with the keys of its next blocks; when the values arrive, in the order in which all was asked for, the
-weights are at hand. So the memory has as much to do whatever is skipped, and none of it is fetched in vain.
+Triton's kernel judges the keys of a block and then waits for its values. Here a warp starts the load of the values and
+goes on with the keys of its next blocks. Loads arrive in the order of their starts, when the weights are known. So the
+memory is always busy, however much is skipped, and loads nothing in vain.
 
 The splits of a row are combined by the one that ends last, where the call has counters for it, or by the kernel that
 combines those of sparse decode.
@@ -47,7 +47,7 @@ CONFIGS = (Config(12, 4, 1), Config(8, 4, 1), Config(4, 5, 1))
 
 
 def faster(device: torch.device) -> bool:
-    """Whether this kernel serves in the place of Triton's: from Hopper on; nobody has tried it on what came before."""
+    """Whether this kernel replaces Triton's: from Hopper on; nobody has tried it on older GPUs."""
     return capability(device) >= (9, 0)
 
 
@@ -63,7 +63,7 @@ def shared_bytes(dim: int, config: Config) -> int:
 
 
 def config_of(dim: int, device: torch.device) -> Config | None:
-    """What fits the shared memory of a device; None where nothing does."""
+    """Return the first config that fits a device's shared memory; None if none does."""
     limit = properties(device).shared_memory + _RESERVED
     fits = (config for config in CONFIGS if config.resident * (shared_bytes(dim, config) + _RESERVED) <= limit)
     return next(fits, None)
@@ -87,7 +87,7 @@ def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: to
 
 
 def defines(dim: int, group: int, dtype: torch.dtype, config: Config) -> dict[str, int]:
-    """What the source is compiled with."""
+    """Return the source's macros."""
     sizes = {"DIM": dim, "GROUP": group, "KIND": KINDS[dtype], "BLOCK_KEYS": BLOCK_KEYS, "LOCAL_BLOCKS": LOCAL_BLOCKS}
     return {**sizes, "WARPS": config.warps, "RING": config.ring, "RESIDENT": config.resident}
 

@@ -15,7 +15,7 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ``skip_softmax_decode.skip_softmax_decode`` attends to, by its names."""
+    """Arguments of ``skip_softmax_decode.skip_softmax_decode``."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -83,7 +83,7 @@ def block_maxima(logits: torch.Tensor) -> torch.Tensor:
 
 
 def kept_blocks(maxima: torch.Tensor, log_lambda: float) -> torch.Tensor:
-    """Which blocks of keys are not skipped.
+    """Return the blocks of keys that rows attend to.
 
     Args:
         maxima: see ``block_maxima``.

@@ -268,7 +268,7 @@ def plan(
     device: torch.device,
     config: Config | None = None,
 ) -> tuple[Config, int]:
-    """How a call is launched; ``heads`` are KV heads, and ``pages`` those that most rows hold at most.
+    """Return the launch config of a call; ``heads`` are KV heads, and ``pages`` those that most rows hold at most.
 
     Returns:
         Its parameters, and the splits of each row and KV head.

@@ -42,8 +42,8 @@ def skip_softmax_mla_decode(
     """Attention of each row's newest token to latents that skips blocks of keys whose softmax weights would be small.
 
     The logit of a token is ``sm_scale * kv_scale * (q_nope . latent + q_rope . rotated key)``; the output is the mean
-    of ``kv_scale * latent`` under the softmax. What is skipped is decided as in ``skip_softmax_decode``, with groups of
-    ``HEAD_GROUP`` consecutive query heads, of which the last may be smaller, in the place of those of a KV head: blocks
+    of ``kv_scale * latent`` under the softmax. Blocks are skipped as in ``skip_softmax_decode``, with groups of
+    ``HEAD_GROUP`` consecutive query heads, of which the last may be smaller, instead of those of a KV head: blocks
     of ``BLOCK_KEYS`` positions, the first and the ``LOCAL_BLOCKS`` newest always attended to and compared with, another
     one skipped when for every head of the group its largest logit is below theirs by more than ``-ln(lambda)``, where
     ``lambda`` is ``min(1, threshold_scale_factor / length)``. So are rows without a threshold, broken numbers, and

@@ -12,7 +12,7 @@ HEAD_GROUP = 16
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ``skip_softmax_mla_decode.skip_softmax_mla_decode`` attends to, by its names."""
+    """Arguments of ``skip_softmax_mla_decode.skip_softmax_mla_decode``."""
 
     q_nope: torch.Tensor
     q_rope: torch.Tensor

@@ -259,7 +259,7 @@ def default_config(num_heads: int, gpu: Properties) -> Config:
 def plan(
     batch: int, num_heads: int, pages: int, page_size: int, device: torch.device, config: Config | None = None
 ) -> tuple[Config, int, int]:
-    """How a call is launched; ``pages`` are those that most rows hold at most.
+    """Return the launch config of a call; ``pages`` are those that most rows hold at most.
 
     Returns:
         Its parameters, the tiles of heads, and the splits of each row.

@@ -1,4 +1,4 @@
-"""What brings queries, keys and values to the Gluon kernel of Skip-Softmax prefill for Hopper: one warp, by TMA."""
+"""Loads of the Gluon kernel of Skip-Softmax prefill for Hopper: one warp brings queries, keys and values by TMA."""
 
 # Type checkers do not know a kernel's compile-time values.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
@@ -22,7 +22,7 @@ _PIECE = gl.constexpr(8)
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """Where the block behind that of a stage lies, and the phase of its barriers."""
+    """Return the place of the block after a stage's, and the phase of its barriers."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
@@ -49,7 +49,7 @@ def _copy(desc, slots, column, ready, slabs, stage, PAGE: gl.constexpr, DIM: gl.
 
 @gluon.jit
 def _clear(values, stage, first, DIM: gl.constexpr):
-    """Zeros in the place of a block's values from row ``first`` on: never written slots may hold NaN."""
+    """Zero a block's values from row ``first`` on: slots that were never written may hold NaN."""
     SLABS: gl.constexpr = DIM // SLAB
     PIECES: gl.constexpr = _KEYS // _PIECE
     pieces = values._reinterpret(values.dtype, [values.shape[0] * SLABS * PIECES, _PIECE, SLAB], SMEM)

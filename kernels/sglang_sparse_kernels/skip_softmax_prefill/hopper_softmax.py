@@ -60,10 +60,10 @@ def hide(logits, seen):
 
 @gluon.jit
 def levels_of(logits, state, gap, first, count):
-    """What each thread holds of a query's largest logit, and its level: 0 where that is far below the query's largest
-    one before, 1 where it is near, 2 where it is above.
+    """Return each thread's largest logit of a query, and its level against the query's largest logit before.
 
-    Whether a block is skipped can be said before threads talk of a query. ``first`` of ``count`` queries come before.
+    Level 0 is far below it, 1 near it, 2 above it. Threads can decide on a block before they exchange logits. ``first``
+    of ``count`` queries come before.
     """
     largest = gl.reduce(gl.reduce(gl.reshape(logits, [HALF, 8, 4, 2]), 3, _larger), 1, _larger)
     by_thread: gl.constexpr = gl.SliceLayout(1, largest.type.layout)
@@ -76,7 +76,7 @@ def levels_of(logits, state, gap, first, count):
 
 @gluon.jit
 def _finite(maximum, scale):
-    """What is subtracted from logits."""
+    """Return the finite number to subtract from logits."""
     # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
     return gl.where(maximum == float("-inf"), 0.0, maximum) * scale
 

@@ -1,4 +1,4 @@
-"""Which kernel of Skip-Softmax prefill runs."""
+"""Choice of the kernel of Skip-Softmax prefill."""
 
 import functools
 import importlib

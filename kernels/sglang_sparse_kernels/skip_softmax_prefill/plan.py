@@ -1,4 +1,4 @@
-"""Which query tiles a ragged extend pass holds: made once a pass, used by all of its layers."""
+"""The query tiles of a ragged extend pass: made once a pass, used by all of its layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class QueryTile(NamedTuple):
 
 @dataclass(frozen=True)
 class SkipSoftmaxPlan:
-    """What ``make_plan`` returns.
+    """The plan that ``make_plan`` returns.
 
     ``table`` has a row of int32 for each of ``tiles``. ``max_length`` is the longest row with its prefix. ``totals``
     ``[4]`` int64 has for one query head what the op's statistics would be if nothing was skipped. Both are on the
@@ -55,7 +55,7 @@ class SkipSoftmaxPlan:
 
     @property
     def device(self) -> torch.device:
-        """Where the op runs."""
+        """The device of the op."""
         return self.table.device
 
 

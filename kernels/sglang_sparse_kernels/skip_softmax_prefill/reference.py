@@ -13,7 +13,7 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ``skip_softmax_prefill.skip_softmax_prefill`` attends to, by its names."""
+    """Arguments of ``skip_softmax_prefill.skip_softmax_prefill``."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -80,7 +80,7 @@ def block_maxima(logits: torch.Tensor, block_keys: int) -> torch.Tensor:
 
 
 def kept_blocks(maxima: torch.Tensor, log_lambda: float) -> torch.Tensor:
-    """Which blocks of keys a tile does not skip.
+    """Return the blocks of keys that a tile attends to.
 
     With a threshold of at most 1, a skipped block never has a row's maximum: the running maximum is that of all blocks
     visited before, skipped or not, and blocks can be judged at once.

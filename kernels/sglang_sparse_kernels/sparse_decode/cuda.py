@@ -43,7 +43,7 @@ CONFIGS = SPREAD, ALONE = Config(4, 1, 4), Config(8, 1, 1, 2)
 
 
 def config_of(pairs: int, tokens: int, device: torch.device) -> Config | None:
-    """How a call is launched; None where Triton's kernels are faster.
+    """Return the launch config of a call; None if Triton's kernels are faster.
 
     Args:
         pairs: of a row and a KV head.
@@ -69,7 +69,7 @@ def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: to
 
 
 def defines(dim: int, group: int, dtype: torch.dtype, config: Config) -> dict[str, int]:
-    """What the source is compiled with."""
+    """Return the source's macros."""
     sizes = {"DIM": dim, "GROUP": group, "KIND": KINDS[dtype], "WARPS": config.warps, "DEPTH": config.depth}
     return {**sizes, "CLUSTER": config.cluster, "RESIDENT": config.resident}
 

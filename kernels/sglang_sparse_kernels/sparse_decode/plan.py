@@ -1,4 +1,4 @@
-"""How sparse decode attention is launched: the parameters of its kernels, and the splits of a row."""
+"""Launches of sparse decode attention: the parameters of its kernels, and the splits of a row."""
 
 # Type checkers take Triton's helpers of the host for those of kernels.
 # pyright: reportReturnType=false, reportArgumentType=false
@@ -61,7 +61,7 @@ def plan(
     device: torch.device,
     config: Config | None = None,
 ) -> tuple[Config, int, int]:
-    """How a call is launched; ``heads`` are KV heads with ``group`` query heads each, and ``pages`` those that most
+    """Return the config of a call; ``heads`` are KV heads of ``group`` query heads each, and ``pages`` those that most
     rows select at most.
 
     Returns:
@@ -83,7 +83,7 @@ def plan(
 
 
 def default_config(row_bytes: int, tokens_per_processor: int, kv_dtype: torch.dtype) -> Config:
-    """What was fastest on one H200, see ``eval.lab.bench_kernels``, where `_fits_deep` finds nothing better.
+    """Return the fastest config on one H200, see ``eval.lab.bench_kernels``, where `_fits_deep` finds nothing better.
 
     Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
     programs as fit a multiprocessor in registers and in shared memory. Tried beside these, without gain: 98 other

@@ -9,7 +9,7 @@ from ..common.row_by_row import row_by_row
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ``sparse_decode.sparse_decode`` attends to, by its names."""
+    """Arguments of ``sparse_decode.sparse_decode``."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -82,7 +82,7 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _causal(inputs: Inputs, valid: torch.Tensor) -> torch.Tensor:
-    """Which selected tokens each query token of a row sees, ``[B, Hkv, queries, K * page_size]``.
+    """Return the selected tokens that each query token of a row sees, ``[B, Hkv, queries, K * page_size]``.
 
     Args:
         inputs: the call's.

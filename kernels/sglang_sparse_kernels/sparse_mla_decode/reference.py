@@ -14,7 +14,7 @@ _ROWS, _SHARED = 16, 2
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ``sparse_mla_decode.sparse_mla_decode`` attends to, by its names."""
+    """Arguments of ``sparse_mla_decode.sparse_mla_decode``."""
 
     q_nope: torch.Tensor
     q_rope: torch.Tensor

@@ -296,7 +296,7 @@ def selected_tokens(
 def plan(
     batch: int, num_heads: int, blocks: int, block_size: int, device: torch.device, config: Config | None = None
 ) -> tuple[Config, int, int, int]:
-    """How a call is launched; ``blocks`` are those that most rows select at most.
+    """Return the launch config of a call; ``blocks`` are those that most rows select at most.
 
     Returns:
         Its parameters, the heads and the blocks of a tile, and the splits of each row.

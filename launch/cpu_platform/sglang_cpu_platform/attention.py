@@ -29,7 +29,7 @@ def allow_windows() -> None:
         found = attention_backends_of(view)
         return ("triton", "triton") if set(found) == {"torch_native"} else found
 
-    # A hook would put it in the place of the function in all other modules, too.
+    # A hook would replace the function in all other modules, too.
     model_hook.attention_backends_of = backends
 
 
@@ -199,7 +199,7 @@ def _capped_attention(
 def _mask(
     rows: int, seen: int, window: int | None, chunk: int | None, sinks: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Which of ``seen`` keys the last ``rows`` tokens see; with sinks ``[heads, rows, 1 + seen]``, what is added."""
+    """Return the mask of ``seen`` keys for the last ``rows`` tokens; with sinks a bias ``[heads, rows, 1 + seen]``."""
     mask = torch.ones(rows, seen, dtype=torch.bool).tril(seen - rows)
     if window is not None:
         mask = mask.triu(seen - rows - window)

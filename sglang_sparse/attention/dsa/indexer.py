@@ -30,7 +30,7 @@ NO_TOKEN = 0
 
 @dataclass(frozen=True)
 class IndexerBatch:
-    """What all layers of a pass have in common: its queries, how much each sees and how much of that it attends to.
+    """The data that all layers of a pass share: its queries, and how many tokens each of them sees and attends to.
 
     Attributes:
         page_table: ``[rows, pages]`` int32, SGLang's: pages of 64 tokens.
@@ -63,7 +63,7 @@ class IndexerBatch:
 
     @property
     def selection(self) -> torch.Tensor:
-        """What the attention is given, ``[tokens, index_topk]`` int32."""
+        """The attention's input, ``[tokens, index_topk]`` int32."""
         return self.chosen if self.slots is None else self.slots
 
     def look_up(self) -> None:

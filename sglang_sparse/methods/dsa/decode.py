@@ -86,7 +86,7 @@ INDEXER_LIMITS = (
 
 
 class DsaConfig(MethodConfig):
-    """How the method runs; what it computes was decided when the model was trained."""
+    """Configuration of ``--sparse-method dsa``: the kernels alone, as training has fixed the attention."""
 
     limits: ClassVar[tuple[str, ...]] = ()
 
@@ -154,7 +154,7 @@ class Dsa(DecodeMethod):
         return self.stages[stage] == NATIVE
 
     def kernels(self, usual: str) -> str:
-        """What runs each stage."""
+        """Return the kernels of each stage."""
         ours = usual if usual == "reference" else PORTABLE
         return ", ".join(f"{stage} {NATIVE if self.native(stage) else ours}" for stage in self.stages)
 
@@ -221,8 +221,9 @@ class Dsa(DecodeMethod):
         return n_pages.clamp(max=self.index_topk)
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """What choosing from SGLang's logits takes, whose rows are padded, or the portable attention; a portable
-        indexer's logits are no larger than SGLang's.
+        """Return the larger need of the selection from SGLang's logits, with padded rows, and of portable attention.
+
+        The logits of a portable indexer are no larger than SGLang's.
         """
         rows, latent = view.n_pages.shape[0], model.head_dim - model.rope_dim
         if self.native("attention"):

@@ -1,4 +1,4 @@
-"""Which kernels DSA runs: SGLang's own, or those of this project.
+"""Choice of DSA's kernels: SGLang's own, or those of this project.
 
 Decided once, in the main process, from the GPU, the dtypes and what is installed; the schedulers get the answer.
 """
@@ -28,7 +28,7 @@ RAW_BACKEND = "trtllm"
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice depends on.
+    """The facts that the choice depends on.
 
     Attributes:
         capability: compute capability of the GPU; None without one.
@@ -95,7 +95,7 @@ def resolve(asked: str, facts: Facts) -> str:
 
 
 def _refuse(choice: str, facts: Facts) -> str | None:
-    """Why a choice cannot run on this machine, or None."""
+    """Return the reason why a choice cannot run on this machine, or None."""
     scaled = facts.kv_dtype.startswith("fp8") and not (choice != PORTABLE and facts.raw)
     if scaled and facts.latent != FLOAT8_LATENT:
         return (

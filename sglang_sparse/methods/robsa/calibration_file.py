@@ -1,4 +1,4 @@
-"""Which layers of an MLA model select by their RoPE part, as calibrated or as a paper prints them.
+"""The layers of an MLA model that select by their RoPE part, as calibrated or as printed in the paper.
 
 It needs neither torch nor transformers, so that a server can read a calibration before it starts anything.
 """
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Similarity(BaseModel):
-    """How well the RoPE part of a layer's scores stands for all of them, in some prompts.
+    """The agreement of a layer's RoPE scores with its full scores, in some prompts.
 
     Attributes:
         mean: cosine similarity of the attention of both, mean over prompts, last positions and heads.
@@ -60,7 +60,7 @@ class PromptGroup(BaseModel):
 
 
 class RopeCalibration(BaseModel):
-    """What ``sglang_sparse.calibrate --method robsa`` writes under ``calibration``.
+    """The part of a file under ``calibration``, written by ``sglang_sparse.calibrate --method robsa``.
 
     Attributes:
         method: the method that it is for.
@@ -149,7 +149,7 @@ class Preset:
         return tuple(layer for layer in range(self.num_layers) if layer not in self.insensitive)
 
     def refuse(self, hf_config: Any, num_layers: int) -> str | None:
-        """Why it cannot be used for a model with such a config; None if it can."""
+        """Return the reason why it does not fit a model with such a config; None if it does."""
         architecture = (hf_config.architectures or ["unknown"])[0]
         # A wrapper, such as one for pictures, keeps them in the config of its language model.
         heads = getattr(getattr(hf_config, "text_config", hf_config), "num_attention_heads", "unknown")

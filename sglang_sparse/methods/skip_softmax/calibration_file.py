@@ -234,7 +234,7 @@ FEWEST_POINTS, LEAST_RANGE, MOST_ERROR = 4, 0.2, 0.15
 
 
 class Point(BaseModel):
-    """What was measured at one factor, of the prompts of one length.
+    """The measurement at one factor, of the prompts of one length.
 
     Attributes:
         threshold_scale_factor: the factor.
@@ -263,7 +263,7 @@ class Point(BaseModel):
 
 
 class Fit(BaseModel):
-    """How well the formula stands for the points of a phase.
+    """The fit of the formula to the points of a phase.
 
     Attributes:
         lowest: smallest share that it was fitted to, in thousandths, rounded up.
@@ -283,7 +283,7 @@ class Fit(BaseModel):
 
 
 class SkipCalibration(BaseModel):
-    """What stands under ``calibration``, next to a ``sparse_attention_config`` as Model Optimizer writes it.
+    """The part of a file under ``calibration``, next to Model Optimizer's ``sparse_attention_config``.
 
     Attributes:
         method: the method that it is for.

@@ -1,4 +1,4 @@
-"""How many tokens a round drafts: a pure function of lengths and of past acceptance, which all ranks know.
+"""The draft length of a round: a pure function of lengths and of past acceptance, which all ranks know.
 
 A round of n drafts takes ``n * s + v`` dense steps, ``s`` of them for a draft and ``v`` for the verification, and gives
 ``1 + a + ... + a**n`` tokens where a draft is right with probability ``a``. The n with the most tokens for its time is
@@ -33,7 +33,7 @@ GAIN = 1.03
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a decode step reads on this rank.
+    """Bytes that a decode step reads on this rank.
 
     Attributes:
         fixed: bytes of the weights that every pass reads, and what the layers take beside reading.
@@ -110,7 +110,7 @@ def best_steps(draft: float, acceptance: float, most: int, once: float = VERIFIC
 
 
 class Acceptance:
-    """How often drafts were right of late.
+    """The share of recent drafts that were right.
 
     What was assumed at first comes back as rounds without drafts pass, so that drafts are tried again.
     """

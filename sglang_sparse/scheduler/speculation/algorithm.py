@@ -73,7 +73,7 @@ def register() -> None:
 
 @dataclass
 class Carried(SpecInput):
-    """What requests carry from one step to the next.
+    """The state that requests carry from one step to the next.
 
     Attributes:
         bonus_tokens: ``[rows]`` int64, each row's last token, which has no KV yet.

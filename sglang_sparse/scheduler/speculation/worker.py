@@ -132,7 +132,7 @@ class SparseSelfWorker(BaseSpecWorker):
         return self._step(batch, on_publish, grammar_barrier)
 
     def _steps(self, batch: ScheduleBatch) -> int:
-        """How many tokens to draft: none where drafts would run dense, and cost as much as a verification.
+        """Return the number of tokens to draft: none if drafts would run dense, at the cost of a verification.
 
         All that the server may draft where its config says itself from how many tokens on sparse steps pay.
         """

@@ -69,7 +69,7 @@ class AttentionArch(Enum):
 
 
 class ModelFacts:
-    """What a method may ask of SGLang's ``ModelConfig``, by the same names, as far as the checkpoint itself says it.
+    """The fields of SGLang's ``ModelConfig`` that methods read, as far as the checkpoint itself has them.
 
     SGLang is not imported for it: that would take longer than most measurements.
 
@@ -159,7 +159,7 @@ def _loader(path: str, trust_remote_code: bool, revision: str | None) -> tuple[A
 
 
 def device_and_dtype() -> tuple[str, torch.dtype]:
-    """Where a checkpoint is run, and in which element type."""
+    """The device and the element type that a checkpoint runs with."""
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 

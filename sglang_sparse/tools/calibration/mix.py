@@ -102,14 +102,14 @@ def long_mix(n: int, lengths: Sequence[int], seed: int, count: Callable[[str], i
 
 
 def shares(n: int) -> dict[str, int]:
-    """How many of ``n`` prompts are of each kind: rounded so that they add up to ``n``."""
+    """Return the number of prompts of each kind, rounded to a total of ``n``."""
     ends = [round(n * end / sum(SHARES.values())) for end in accumulate(SHARES.values())]
     return {kind: end - start for kind, start, end in zip(SHARES, [0, *ends[:-1]], ends, strict=True)}
 
 
 @dataclass(frozen=True)
 class Room:
-    """How much of a text fits."""
+    """Return the part of a text that fits."""
 
     tokens: int
     count: Callable[[str], int]

@@ -140,7 +140,7 @@ class Tally:
         return torch.bincount(places, weights, self._mass.numel()).view(self._mass.shape)
 
     def kept(self) -> Kept:
-        """What was counted so far."""
+        """Return the counts so far."""
         missed, left_out = (part[:, 1:].flip(1).cumsum(1).flip(1) for part in (self._mass, self._pairs))
         queries = max(1, self._queries)
         sinks = None if self._sinks is None else self._sinks / queries

@@ -17,7 +17,7 @@ Measured = Mapping[int, Mapping[int, Kept]]
 
 
 def layer_rows(measured: Measured, places: Mapping[int, int | None]) -> list[dict[str, object]]:
-    """What the chosen thetas keep, a row for each layer and length; sparsity and recall are shares."""
+    """Return sparsity and recall of the chosen thetas, as shares, in a row for each layer and length."""
     rows = []
     for layer, place in places.items():
         for length, by_layer in measured.items():
@@ -38,7 +38,7 @@ def layer_rows(measured: Measured, places: Mapping[int, int | None]) -> list[dic
 
 
 def same_theta_rows(measured: Measured) -> list[dict[str, object]]:
-    """What one theta for all layers would keep, mean over layers: a row for each of some thetas and each length."""
+    """Return the mean sparsity and recall over layers with one theta for all: a row for each theta and length."""
     rows = []
     for length, by_layer in measured.items():
         recall = torch.stack([kept.recall.mean(0) for kept in by_layer.values()]).mean(0)

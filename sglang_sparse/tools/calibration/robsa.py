@@ -116,7 +116,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, object]:
-    """What the user gave of the server's config.
+    """Return the fields of the server's config that the user gave.
 
     Raises:
         SparseArgumentError: it cannot be read.
@@ -228,7 +228,7 @@ def measure(
 def summary(
     prompts: Sequence[Prompt], rows: Sequence[dict[str, list[float]]], min_seq_len: int, about: dict[str, Any]
 ) -> RopeCalibration:
-    """What is written of the rows of `measure`; ``about`` has the fields of `RopeCalibration` that are not of them."""
+    """Summarise the rows of `measure`; ``about`` has the other fields of `RopeCalibration`."""
     grouped, long = groups(prompts), long_places(prompts, min_seq_len)
 
     def over(layer: int, places: Sequence[int]) -> dict[str, float]:

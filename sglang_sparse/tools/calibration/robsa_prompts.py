@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What the file says of a group, and the places of its prompts."""
+    """A group of prompts as in the file, and the places of its prompts."""
 
     about: PromptGroup
     places: list[int]
@@ -95,7 +95,7 @@ def long_places(prompts: Sequence[Prompt], min_seq_len: int) -> list[int]:
 
 
 def notes(left_out: Sequence[int], context: int, longest: int, min_seq_len: int) -> list[str]:
-    """What a reader of the calibration should know.
+    """Return notes for a reader of the calibration.
 
     Args:
         left_out: default lengths that were not run.

@@ -1,4 +1,4 @@
-"""How well the RoPE part of an MLA layer's scores stands for all of them, as RoBSA uses it in decode.
+"""The agreement of an MLA layer's RoPE scores with its full scores, as RoBSA uses them in decode.
 
 ``S = softmax(scale * (q_C·k_C + q_R·k_R))`` and ``S_R = softmax(scale * q_R·k_R)``, over all tokens and for each head,
 with the model's own scale (RoBSA, equations 12 and 13). Their cosine similarity is taken "for every head and layer"

@@ -245,7 +245,7 @@ def _finite(captured: Captured, found: Skipped) -> Skipped:
 
 
 def points(lengths: Sequence[int], rows: Sequence[Sequence[Sequence[Any]]]) -> list[Point]:
-    """What was measured in one phase, of prompts of these lengths; ``rows`` has the fields of `Skipped` by layer."""
+    """Return the measurements of one phase by length of prompt; ``rows`` has the fields of `Skipped` by layer."""
     found = []
     for length in sorted(set(lengths)):
         of_layer = zip(*(row for row, own in zip(rows, lengths, strict=True) if own == length), strict=True)
