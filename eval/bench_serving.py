@@ -240,7 +240,7 @@ def parse(
 
 
 def _add_servers(parser: argparse.ArgumentParser) -> None:
-    """Which servers there are, and how they are started."""
+    """Add the arguments that say which servers there are and how they are started."""
     parser.add_argument("--sparse-method", default="resa", help="of the sparse server; none for a prefill method alone")
     parser.add_argument("--sparse-config", default="{}", help="of the sparse server: inline JSON or a file")
     parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")

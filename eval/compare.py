@@ -1,4 +1,4 @@
-"""What sparsity costs: a chosen set of tasks on a sparse and a dense server, and one table with a verdict a row.
+"""Measure the cost of sparsity: a chosen set of tasks on a sparse and a dense server, one table, a verdict a row.
 
 With ``--base-url`` the servers are there already; the dense one is ``--compare-url``, or the sparse server itself,
 asked to run dense. With ``--model-path`` both are started on this machine, the sparse one without dense fallback of its
@@ -6,8 +6,8 @@ decode; ``--sparse-prefill-method`` gives it a sparse prefill too, which is judg
 ``--control NAME=URL`` puts the same questions to a control (see eval/lab/controls): a task gates only where a dense
 server is right and a random choice of as many pages is not. Where the method's score loses more than a point by its
 definition (control ``definition``) and the best choice of as many pages (``true_mass``) does not, the sparse server is
-judged against the definition as well: what it loses beyond that is its own. These controls are decode methods: for a
-server whose prefill alone is sparse none is taken, no task gates, and what forces tokens through decode is left out.
+judged against the definition as well, and any loss beyond that is the server's. These controls are decode methods: for
+a server that only prefills sparse none is taken, no task gates, and parts that force tokens through decode are omitted.
 
     python -m eval.compare --quick --model-path MODEL
 
@@ -94,14 +94,14 @@ def _drift(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[obje
 
 
 def _windows(args: argparse.Namespace, wanted: int) -> int:
-    """How many texts to take: no more than the books have."""
+    """Return the number of texts to take, at most as many as the books have."""
     if args.texts < wanted:
         print(f"the books have {args.texts} texts of {args.text_length} tokens; --book gives more", file=sys.stderr)
     return max(2, min(wanted, args.texts))
 
 
 def count_texts(server: LiveServer, books: Sequence[Path], length: int) -> int:
-    """How many texts of `length` tokens the books have that do not overlap, by the server's tokenizer."""
+    """Count the texts of `length` tokens in the books that do not overlap, by the server's tokenizer."""
     return sum(len(tokens) // length for tokens in read_tokens(books, server.tokenize).values())
 
 
@@ -163,7 +163,7 @@ def call(module: str, arguments: Sequence[object]) -> None:
 
 
 def progress(folder: Path, names: Sequence[str]) -> str:
-    """What a run has done of these parts, and what is left: a line each."""
+    """Return a line for each of these parts of a run: done, begun or left."""
     lines = []
     for name in names:
         path = folder / f"{name}.jsonl"

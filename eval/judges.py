@@ -58,7 +58,7 @@ Rows = list[dict[str, Any]]
 
 
 class Run:
-    """What the commands that ask a server share: the file, and proof that a sparse server decoded sparse."""
+    """State shared by the commands that ask a server: the file, and proof that a sparse server decoded sparse."""
 
     def __init__(
         self, args: argparse.Namespace, target: outside.Target, commands: Iterable[Sequence[str]], **header: Any

@@ -96,7 +96,7 @@ class Run:
         self.rows = proven(record.earlier)
 
     def generated(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """What the dense server says, greedily, after each prompt: `tokens` tokens."""
+        """Return the dense server's greedy continuation of each prompt, `tokens` tokens long."""
 
         async def work(client: httpx.AsyncClient, prompt: Sequence[int]) -> list[int]:
             sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": NOISE.params}

@@ -133,7 +133,7 @@ def _table(folder: Path | None, name: str) -> dict[str, Any]:
 
 
 def fields_of(task: str) -> local_data.Fields:
-    """What a row of version 1 must have."""
+    """Return the fields that a row of version 1 must have."""
     fields = dict(V1_FIELDS)
     if METRICS[base(task)] is official_metrics.classification:
         fields["all_classes"] = TEXTS

@@ -82,9 +82,9 @@ class MathSuite(Suite):
 
 
 def question_and_answer(row: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """What is asked, and the right answer, in the form of a box where it is that of a solution.
+    """Return the question and the right answer of a row; that of a solution is in a box.
 
-    A row without such fields is refused, or whose solution has no box, in a message that begins with `where`.
+    A row without such fields, or with a solution without a box, is refused in a message that begins with `where`.
     """
     fields = {name.lower(): value for name, value in row.items() if value is not None}
     question, answer = (_present(fields, names, row, where) for names in (QUESTIONS, ANSWERS))

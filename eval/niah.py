@@ -50,7 +50,7 @@ _ALL_PREFIX = "The special magic numbers for {keys} mentioned in the provided te
 
 @dataclass(frozen=True)
 class Task:
-    """How many keys are asked for and how many values each has; keys that nobody asks for; whether needles fill all."""
+    """The needles of a task: keys asked for, values of each, keys not asked for, and whether needles fill the text."""
 
     asked: int = 1
     values: int = 1

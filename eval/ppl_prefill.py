@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def edges(length: int, begins: int) -> list[int]:
-    """Where the buckets of positions end and begin: at powers of two, and at the first position that may be sparse."""
+    """Return the edges of the buckets of positions: powers of two, and the first position that may be sparse."""
     powers = [FIRST_EDGE << i for i in range(length.bit_length()) if FIRST_EDGE << i < length]
     return sorted({0, begins, *powers, length})
 

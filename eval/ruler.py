@@ -286,7 +286,7 @@ class RulerSuite(Suite):
         return haystacks.haystack("books", tuple(self.args.book), self.tokens)
 
     def _text_of(self, task: str) -> str:
-        """What the text consists of."""
+        """Return the kind of a task's text, such as "books"."""
         if task not in NEEDLE_TASKS:
             return {"vt": "noise", "cwe": "words", "fwe": "words"}.get(task, "documents")
         kind = NEEDLE_TASKS[task].haystack

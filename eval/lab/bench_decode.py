@@ -154,7 +154,7 @@ def make_arms(args: argparse.Namespace, vocabulary: int, counted: bool = True) -
 
 
 def look(args: argparse.Namespace, server: LiveServer) -> dict[str, Any]:
-    """What the server says about itself.
+    """Return the facts that the server reports about itself.
 
     Raises:
         EvaluationError: it is none of SGLang's, decodes dense although more than the dense arm is wanted, or has no

@@ -79,7 +79,7 @@ def server_flags(args: argparse.Namespace, name: str, arm: str) -> list[str]:
 
 
 def ranks(args: argparse.Namespace, name: str) -> int:
-    """How many ranks of a deployment have requests of their own."""
+    """Return the number of ranks of a deployment that take separate requests."""
     return args.gpus if name == DP else 1
 
 

@@ -70,7 +70,7 @@ OWN = (
 
 
 def quality(step: FrameworkStep, op: str, output: torch.Tensor | None) -> Row:
-    """What an output of the first layer is worth, see the command."""
+    """Return the quality of an output of the first layer; see the command."""
     if output is None:
         return {}
     got, wanted, dense, mass = [], [], [], []
@@ -94,7 +94,7 @@ def quality(step: FrameworkStep, op: str, output: torch.Tensor | None) -> Row:
 
 
 def identity(step: FrameworkStep, one: Implementation[Any]) -> Row:
-    """What a row is about."""
+    """Return the fields that identify a row."""
     facts = {name: getattr(step.shape, name) for name in ("batch", "length", "q_heads", "kv_heads", "dim", "page_size")}
     settings = asdict(step.settings)
     # Of what a row has nothing to do with the header tells.

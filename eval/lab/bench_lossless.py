@@ -100,7 +100,7 @@ def figures(args: argparse.Namespace, streams: list[Stream]) -> float:
 def differences(
     args: argparse.Namespace, server: LiveServer, prompts: list[list[int]], params: dict[str, Any]
 ) -> dict[str, Any]:
-    """How many answers equal the dense server's, and the gaps of its best tokens where one differs first."""
+    """Count the answers equal to the dense ones; at each first difference, list the gap of the best dense tokens."""
 
     def asked(own: dict[str, Any]) -> list[dict[str, Any]]:
         requests = [request_of(prompt, args.tokens, own) for prompt in prompts]

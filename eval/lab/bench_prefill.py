@@ -57,7 +57,7 @@ def profiled(call: Call) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Machine(harness.Machine):
-    """What the prefills run on.
+    """The machine that the prefills run on.
 
     Attributes:
         time: microseconds of one call.

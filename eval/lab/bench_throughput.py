@@ -57,7 +57,7 @@ RATES = ("duration", "request_throughput", "output_throughput", "ttft_median", "
 
 
 def server_flags(args: argparse.Namespace, name: str) -> list[str]:
-    """What a server is started with beside its own flags."""
+    """Return the flags that a server is started with in addition to its own."""
     most = max(steps_of(args, "batch", name))
     flags = ["--context-length", str(args.input_length + args.output_length + ROOM), *batch_flags(most)]
     return [*flags, *model_shapes.load_flags(args), *shlex.split(args.server_args)]

@@ -87,7 +87,7 @@ class Target:
         self.number = 10 * capability[0] + capability[1]
 
     def get_current_device(self) -> int:
-        """What Triton keeps compiled kernels by."""
+        """Return the number by which Triton keeps compiled kernels."""
         return self.number
 
     def get_current_stream(self, device: int) -> int:
@@ -95,7 +95,7 @@ class Target:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """What Triton compiles for."""
+        """Return the target that Triton compiles for."""
         return GPUTarget("cuda", self.number, 32)
 
 

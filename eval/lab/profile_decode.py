@@ -59,7 +59,7 @@ def require_profiler(facts: dict[str, Any], url: str) -> None:
 
 
 def make_arm(args: argparse.Namespace, facts: dict[str, Any], vocabulary: int) -> Arm:
-    """What is profiled.
+    """Make the arm to profile.
 
     Raises:
         EvaluationError: another arm than dense on a dense server.

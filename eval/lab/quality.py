@@ -1,12 +1,12 @@
-"""What sparse attention costs real checkpoints, on the GPU of this machine.
+"""Measure the cost of sparse attention on real checkpoints, on the GPU of this machine.
 
     python -m eval.lab.quality --out measured
     python -m eval.lab.quality --out measured --models Qwen/Qwen2.5-Coder-0.5B-Instruct --lengths 8k
 
 Every checkpoint answers the generated tasks of RULER and of InfiniteBench, if it is instructed, and needles at each
-length, by each arm: a way to serve it. The server of resa is also asked to decode dense, and what it answers then is
-what all arms are held against, question by question. ReSA's servers force texts through decode as well, for perplexity
-against the ratio and the rectification interval, and for drift.
+length, by each arm: a way to serve it. The server of resa is also asked to decode dense, and all arms are held against
+these dense answers, question by question. ReSA's servers force texts through decode as well, for perplexity against the
+ratio and the rectification interval, and for drift.
 
 An arm has a server, a suite and length a file. The same command goes on where it was interrupted. When it begins it
 says how many tokens are left to read, and after each arm how long the rest will take at the pace so far. At the end it
@@ -42,7 +42,7 @@ FORCED = 8192
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is asked of a checkpoint.
+    """Settings of the measurements of a checkpoint.
 
     Attributes:
         longest: tokens of the longest question, its answer included.
@@ -121,7 +121,7 @@ class Way:
 
     @property
     def methods(self) -> str:
-        """What its server must prove that it runs."""
+        """The methods that its server must prove to run."""
         return "+".join(phase[0] for phase in (self.decode, self.prefill) if phase)
 
 
@@ -164,7 +164,7 @@ def legs_of(args: argparse.Namespace) -> list[Leg]:
 
 
 def commands_of(way: Way, short: str, checkpoint: Checkpoint, args: argparse.Namespace) -> list[Command]:
-    """What an arm's server is asked, shorter lengths first; see the module."""
+    """Return the commands that ask an arm's server, shorter lengths first; see the module."""
     found = []
     suites = [suite for suite in TASKS if suite in args.suites and (checkpoint.chat or suite != "infinitebench")]
     for size in sorted({min(size, checkpoint.longest) for size in args.lengths}):

@@ -1,4 +1,4 @@
-"""What the commands that measure a live server share: requests, streams and counters."""
+"""Common parts of the commands that measure a live server: requests, streams and counters."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LiveServer:
         return server_facts(self._http)
 
     def ask(self, question: Callable[[httpx.Client], Result]) -> Result:
-        """What a function of a client of the server returns."""
+        """Call a function with a client of the server, and return its result."""
         return question(self._http)
 
     def info(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class LiveServer:
         return self._http.post("/tokenize", json=request).raise_for_status().json()["tokens"]
 
     def vocabulary_size(self, wanted: int | None = None) -> int:
-        """How many token ids to draw from: the model's vocabulary size, or as many as `wanted`; refused if too few.
+        """Return the number of token ids to draw from: the model's vocabulary size, or `wanted`; refused if too few.
 
         No endpoint names the size, so it is read from the server's refusal of a token id beyond it.
         """

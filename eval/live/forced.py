@@ -20,7 +20,7 @@ from eval.texts.windows import Window
 
 
 def custom_params(cell: Cell, field: str) -> dict[str, Any]:
-    """What the requests of a setting ask of the server; ``field`` is what its ratio is called there."""
+    """Return the ``custom_params`` of a setting's requests; ``field`` is the name of its ratio there."""
     if cell.setting == "dense":
         return {"sparse": False}
     return {field: cell.ratio, "rectify_interval": cell.interval or 0}

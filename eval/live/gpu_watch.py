@@ -62,13 +62,13 @@ def handles() -> list[Any]:
 
 @dataclass
 class Seen:
-    """What was seen of a GPU under load.
+    """Observations of a GPU under load.
 
     Attributes:
         clocks: of its multiprocessors, in MHz, by sample.
         celsius: the highest temperature.
         capped: samples in which the card's power limit held the clock back.
-        slowed: samples by what slowed the GPU down.
+        slowed: samples in which the GPU was slowed down, by cause.
     """
 
     clocks: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Seen:
 
 
 def slowed(row: dict[str, Any]) -> str | None:
-    """What slowed a GPU down for more than an instant, by a row of kind ``gpus``; None for others."""
+    """Name the cause that slowed a GPU down for more than an instant, by a row of kind ``gpus``; None without any."""
     for number, facts in enumerate(row.get("gpus", ())):
         for cause, share in facts.get("slowed", {}).items():
             if share > RARE:

@@ -76,7 +76,7 @@ def git_revision() -> str:
 
 
 def server_facts(client: httpx.Client) -> dict[str, Any]:
-    """What a server says about itself: model, and for SGLang version, flags and, on a sparse one, its counters.
+    """Ask a server about itself: model, and for SGLang version, flags and, on a sparse one, its counters.
 
     Raises:
         Unreachable: nobody answers, or somebody else than an OpenAI-compatible server.
@@ -139,7 +139,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Which version of each is installed, of several the one that is imported; None where none is."""
+    """Return the installed version of each package, of several the one that is imported; None where none is."""
     installed: dict[str, str] = {}
     for found in importlib.metadata.distributions():
         installed.setdefault(found.metadata["Name"], found.version)

@@ -119,7 +119,7 @@ class Run:
                     require_proof(group.label, arm, self.expect, self._counted(arm, group))
 
     def _counted(self, arm: Arm, group: Group) -> list[dict[str, int]]:
-        """What the server counted for a group, run by run."""
+        """Return the server's counters of a group, run by run."""
         wanted = (arm.name, group.task, group.length)
         return [row["counters"] for row in self.counts if (row["arm"], row["task"], row["length"]) == wanted]
 
@@ -200,7 +200,7 @@ def estimate(suite: Suite, arms: Sequence[Arm], cases: Sequence[Case]) -> None:
 
 
 def arguments_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the results of a command line depend on, as JSON keeps it."""
+    """Return the arguments of a command line that its results depend on, as JSON keeps them."""
     kept = {name: value for name, value in vars(args).items() if name not in NOT_ARGUMENTS}
     return json.loads(json.dumps(kept, default=str))
 

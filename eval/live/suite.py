@@ -1,4 +1,4 @@
-"""What a set of questions is: cases that become prompts, and scores of what a server answered."""
+"""Sets of questions: cases that become prompts, and scores of a server's answers."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ def groups_of(cases: Sequence[Case], mixed: int | None = None) -> list[Group]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is sent and what is expected.
+    """A prompt and its expected answer.
 
     Attributes:
         tokens: ids of the whole prompt, chat template included.
-        answers: what a right answer says; what more than one means is the suite's affair.
+        answers: texts of a right answer; the suite decides the meaning of several.
         max_new_tokens: the answer's room.
         sampling: further fields of an OpenAI completion request; greedy by default.
         facts: kept with the result, such as the token at which the needle begins.
         before: ids of a turn that is asked before, so that the server has served it; its answer does not count.
-        given: ids of the answer, where the server is to read it behind the prompt; what counts as its answer is the
-            likeliest token at each place of them. Empty where the server is to write one.
+        given: ids of the answer, where the server is to read it behind the prompt; its answer is then the likeliest
+            token at each place of them. Empty where the server is to write one.
     """
 
     tokens: Sequence[int]

@@ -39,7 +39,7 @@ class Tokens:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def start(self) -> list[int]:
-        """What a raw prompt begins with, such as a BOS token; often nothing."""
+        """Return the first tokens of a raw prompt, such as a BOS token; often none."""
         return [i for i in self._tokenizer.encode("") if i != self._tokenizer.eos_token_id]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ DRIFT_IN_ERRORS = 5.0
 
 
 class Cell(NamedTuple):
-    """What a perplexity belongs to.
+    """The text and the settings of a perplexity.
 
     Attributes:
         task: the text: "book", "repeat" or "records".
@@ -47,7 +47,7 @@ def drifts(off: Floats, bound: Floats) -> bool:
 def closing_fraction(
     off: Floats, rectified: Floats, bound: Floats, weights: Floats
 ) -> tuple[float | None, Interval | None]:
-    """How much of what is lost without rectification (`off`) a rectified setting wins back: 1 is all of it.
+    """Compute the share of the loss without rectification (`off`) that a rectified setting wins back: 1 is all of it.
 
     All are negative log-likelihoods ``[windows]``, `bound` where only the scored step is sparse; `weights` of
     `resamples`.
@@ -100,7 +100,7 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
-    """What an ``item`` or ``counters`` row belongs to."""
+    """Return the cell of an ``item`` or ``counters`` row."""
     return Cell(row["task"], row["setting"], row["ratio"], row["interval"])
 
 

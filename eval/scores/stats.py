@@ -79,7 +79,7 @@ def paired_interval(differences: Floats) -> Interval:
 
 
 def verdict(differences: Interval, margin: float = MARGIN) -> Verdict:
-    """What the 95 % interval of a paired difference (this server less the other one) says.
+    """Judge a paired difference (this server less the other one) by its 95 % interval.
 
     Returns:
         "worse" or "better" where the interval excludes 0 and reaches beyond the margin, "same" where the server is at

@@ -67,7 +67,7 @@ def by_prompt(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def reading(rows: Sequence[Row]) -> dict[str, float | None]:
-    """What a sparse server read, over ``counters`` rows; None where nobody counted.
+    """Compute the shares that a sparse server read, over ``counters`` rows; None where nobody counted.
 
     Returns:
         ``density``: the share of the held pages that sparse rows attended to. ``dense_rows``: the share of the decoded

@@ -109,7 +109,7 @@ PAGES = "extend_pages_summarised"
 
 
 def hit_steps(args: argparse.Namespace) -> int:
-    """How many steps `hits` has."""
+    """Return the number of steps of `hits`."""
     return args.hits + UNCOUNTED_HITS + 1
 
 

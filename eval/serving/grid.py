@@ -63,14 +63,14 @@ def grid(args: argparse.Namespace) -> list[Cell]:
 
 
 def batch_flags(most: int) -> list[str]:
-    """What a server is started with that decodes up to `most` requests at once."""
+    """Return the flags of a server that decodes up to `most` requests at once."""
     # SGLang takes a batch for full when one place is left and the last chunk of a prompt is prefilled: the last
     # prompt would wait until an answer ends.
     return ["--cuda-graph-max-bs-decode", str(most), "--max-running-requests", str(most + 1)]
 
 
 def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str]:
-    """What every server is started with: room for the largest cell, and no more.
+    """Return the flags of every server: room for the largest cell, and no more.
 
     `chunk` tokens are prefilled at once; None leaves that to the server.
     """
@@ -87,7 +87,7 @@ def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str
 
 
 def sparse_flags(args: argparse.Namespace) -> list[str]:
-    """What the sparse server is started with beside that."""
+    """Return the further flags of the sparse server."""
     flags = []
     if args.sparse_method != NO_METHOD:
         flags += ["--sparse-method", args.sparse_method, "--sparse-config", args.sparse_config]
@@ -109,7 +109,7 @@ def dense_by_limits(cell: Cell, config: Row) -> bool:
 
 
 def unfit(facts: Row, needed: int) -> str | None:
-    """Why a server cannot hold so many tokens of KV, or None if it can."""
+    """Return the reason that a server cannot hold so many tokens of KV, or None if it can."""
     pool = facts["max_total_num_tokens"]
     return f"needs {needed} tokens of KV, the server has {pool}" if needed > pool else None
 

@@ -23,15 +23,15 @@ Row = Mapping[str, Any]
 
 
 class Inputs:
-    """What the servers attend with: here the queries, keys and values of a checkpoint.
+    """Inputs of the servers' attention: here the queries, keys and values of a checkpoint.
 
-    A subclass gives a benchmark other inputs, and says what a sparse method's selection is worth over them.
+    A subclass gives a benchmark other inputs, and the quality of a sparse method's selection over them.
 
     Attributes:
         command: name of the command that has these inputs.
         cell_fields: names of `of_cell`.
         prompt_fields: names of `of_prompt`.
-        decode_alone: whether nothing that prefill is part of has a figure.
+        decode_alone: whether there are no figures that include prefill.
     """
 
     command = "eval.bench_serving"
@@ -55,7 +55,7 @@ class Inputs:
         """Refuse, before a server starts, what would be found minutes later."""
 
     def header(self) -> dict[str, Any]:
-        """What the file's header says of the arguments instead of what was typed."""
+        """Return the fields that stand for the typed arguments in the file's header."""
         return {}
 
     def serve(self, scratch: Path) -> tuple[Path, list[str], dict[str, str]]:
@@ -63,18 +63,18 @@ class Inputs:
         return Path(self.args.model_path), [], {}
 
     def made(self, states: Sequence[Row]) -> Row | None:
-        """What a server says of its inputs, from ``internal_states`` of its `/server_info`; None of a checkpoint's."""
+        """Return a server's report of its inputs, by ``internal_states`` of `/server_info`; None for a checkpoint's."""
         return None
 
     def require_interval(self, interval: int) -> None:
         """Refuse a server that rectifies every so many tokens, where these inputs allow none."""
 
     def of_cell(self, cell: Cell, config: Row, made: Row | None, facts: Row) -> dict[str, Any]:
-        """What the decode method's selection is worth in a batch."""
+        """Return the quality of the decode method's selection in a batch."""
         return {}
 
     def of_prompt(self, context: int, config: Row, made: Row | None) -> dict[str, Any]:
-        """What the prefill method's selection is worth in a prompt."""
+        """Return the quality of the prefill method's selection in a prompt."""
         return {}
 
     def asked(self, quality: Row) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Row) -> None
 
 
 def decode_sparsity(config: Row, counts: Mapping[str, int]) -> dict[str, Any]:
-    """What RoBSA left out in the layers that ran sparse; nothing of another method, or where none did.
+    """Compute RoBSA's sparsity in the layers that ran sparse; empty for another method, or where none did.
 
     Returns:
         ``active_blocks``, the mean over rows, steps and sparse layers, and ``sparsity``, the share of the others.
@@ -216,7 +216,7 @@ def decode_sparsity(config: Row, counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def shared_window(streams: Sequence[Stream]) -> tuple[float, float]:
-    """When all requests decode: from the last first chunk to the first last one; refused where it is empty."""
+    """Return when all requests decode: from the last first chunk to the first last one; refused where it is empty."""
     begin = max(s.chunks[0].seconds for s in streams)
     end = min(s.chunks[-1].seconds for s in streams)
     if end <= begin:

@@ -118,7 +118,7 @@ def tokens_axis(axes: Axes, tokens: Sequence[int]) -> None:
 
 
 def serving(path: Path) -> str:
-    """What ``eval.bench_serving`` found of each server beside the dense one."""
+    """Return the table of ``eval.bench_serving``: each server against the dense one."""
 
     def ratio(row: Row) -> str:
         return number("ttft_over_dense", 3)(row) or number("ttft_ratio", 3)(row) or number("ttft_median_ratio", 2)(row)
@@ -200,7 +200,7 @@ def _title(rows: Sequence[Row], said: Sequence[str]) -> str:
 
 
 def draw(path: Path, stem: Path, times: Callable[[Sequence[Row], Path], object] = plot_times) -> None:
-    """What a file has: time per token or first tokens as ``stem``; of both, the latter with ``-first-token`` behind it.
+    """Draw a file's time per token or first tokens as ``stem``; of both, the latter with the suffix ``-first-token``.
 
     Refused if another command wrote it, or there is neither.
     """

@@ -190,7 +190,7 @@ def padded(text: Callable[[int], str], filling: int, tokens: Tokens, mark: str =
 
 @dataclass(frozen=True)
 class Task:
-    """How a task is asked.
+    """The definition of a task.
 
     Attributes:
         make: see `Maker`.

@@ -84,7 +84,7 @@ def require_lm_eval() -> None:
 
 
 def ruler_groups(tasks: Sequence[str], lengths: Sequence[int]) -> list[tuple[str, int]]:
-    """Which tasks to run at which lengths, the shortest first; ruler_cwe not below ``LEAST_CWE``: refused alone."""
+    """Pair tasks with lengths, the shortest first. Leave out ruler_cwe below ``LEAST_CWE``; refuse it if alone."""
     groups = [(task, length) for length in sorted(set(lengths)) for task in dict.fromkeys(tasks)]
     groups = [group for group in groups if group[0] != "ruler_cwe" or group[1] >= LEAST_CWE]
     if not groups:

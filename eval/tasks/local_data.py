@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field must be: in words, and as a test."""
+    """The type of a field, in words and as a test."""
 
     name: str
     fits: Callable[[Any], bool]
@@ -175,7 +175,7 @@ def literal(path: Path, name: str, kind: type[T]) -> T:
 
 
 def entry(found: Mapping[str, Any], task: str, kind: type[T], where: str) -> T:
-    """What a benchmark's table says of a task, such as its template; refused where it is not of the type."""
+    """Return a task's entry in a benchmark's table, such as its template; refused where it is not of the type."""
     value = found.get(task)
     if not isinstance(value, kind):
         raise EvaluationError(f"{where}: for {task!r} it has {shown(value)}, wanted a {kind.__name__}")
@@ -268,7 +268,7 @@ class LocalSuite(Suite):
         return Prompt(prompt, task.answers(row), room, sampling, {"row": str(row.get("_id", case.index))})
 
     def row(self, case: Case) -> dict[str, Any]:
-        """What the file says of a case."""
+        """Return the row of a case in its file."""
         return self.local[case.task].rows[case.index]
 
 

@@ -60,7 +60,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the requests of a comparison with dense decode ask for.
+    """The settings of the requests of a comparison with dense decode.
 
     Attributes:
         name: unique within a run.

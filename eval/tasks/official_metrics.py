@@ -40,7 +40,7 @@ def normal_zh(text: str) -> str:
 
 
 def segments(text: str) -> list[str]:
-    """What jieba takes for the words of a Chinese text, as they stand there."""
+    """Split a Chinese text into words by jieba, without changing them."""
     return _segmenter()(text)
 
 
@@ -245,7 +245,7 @@ def spaced(text: str, characters: str) -> str:
 
 
 def after_prefix(text: str, prefixes: Sequence[str]) -> str | None:
-    """What stands after the first of the prefixes that occurs, one character passed over; None if none does."""
+    """Return the text after the first of the prefixes that occurs, one character passed over; None if none does."""
     for prefix in prefixes:
         _, found, said = text.partition(prefix)
         if found:

@@ -35,12 +35,12 @@ _DECODED = "Answer: According to the coded text above, the three most frequently
 
 @dataclass(frozen=True)
 class Wording:
-    """What differs between RULER's own prompts and those that lm-eval makes of them.
+    """Parts of a prompt that differ between RULER itself and lm-eval's version of it.
 
     Attributes:
         assigned: a word of the variable-tracking answer.
         own_lines: whether an assignment has a line of its own.
-        after_example: what stands between the variable-tracking example and the question.
+        after_example: text between the variable-tracking example and the question.
         word_example: whether the common-words task has an example.
         word_separator: before the answer prefix of the common-words task.
     """

@@ -78,11 +78,11 @@ class ExactHaystack:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a text whose length is free.
+    """A question about a text whose length is free.
 
     Attributes:
         ask: text and question, by the tokens of the text that are free; about so many.
-        prefix: what the answer goes on from.
+        prefix: text that the answer continues.
         answers: see `eval.live.suite.Prompt`.
         separator: between the question and the prefix in a raw prompt.
     """

@@ -55,11 +55,11 @@ class Form:
     chat: bool = True
 
     def record(self, key: str = "", *, value: str) -> str:
-        """What says the value in the text."""
+        """Return the part of the text that says the value."""
         return self.record_template.format(key=key, value=value)
 
     def question(self, key: str = "") -> str:
-        """What is asked; for a completion form the text that the answer continues."""
+        """Return the question; for a completion form the text that the answer continues."""
         return self.question_template.format(key=key)
 
 

@@ -85,7 +85,7 @@ def required(row: Row) -> bool:
 
 
 def agreement(path: Path) -> str:
-    """What was compared, of which keys, how far apart it is, and whether that is near enough."""
+    """Return a table of the comparisons: the keys of each, its differences, and whether these are small enough."""
     columns: list[Column] = [
         ("of", text("of")),
         ("compared", text("compared")),

@@ -35,7 +35,7 @@ NO_GRAPHS = ("--disable-decode-cuda-graph", "--disable-prefill-cuda-graph")
 
 @dataclass(frozen=True)
 class Asked:
-    """What both servers are asked.
+    """The questions for both servers.
 
     Attributes:
         prompts: token ids.
@@ -57,7 +57,7 @@ def make_asked(args: argparse.Namespace, vocabulary: int) -> Asked:
 
 
 def server_flags(args: argparse.Namespace, implementation: str) -> list[str]:
-    """What a server is started with beside its model."""
+    """Return the flags that a server is started with, except its model."""
     config = {"implementation": implementation}
     row = -(-(args.length + args.tokens + PAGE) // PAGE) * PAGE
     most = str(args.prompts)
@@ -154,7 +154,7 @@ def serve(
 def watched_answers(
     args: argparse.Namespace, asked: Asked, implementation: str, folder: Path, record: Record, watch: Path
 ) -> tuple[list[dict[str, Any]], list[list[TopTokens]], list[list[TopTokens]]]:
-    """What the native server says of its selections, and its answers, twice.
+    """Run the native server, ask it twice, and return the rows on its selections and both sets of answers.
 
     Raises:
         EvaluationError: see `serve`, `ask` and `watched`.
@@ -169,10 +169,10 @@ def watched_answers(
 
 
 def watched(path: Path, layers: int) -> list[dict[str, Any]]:
-    """What a server has said of its selections.
+    """Return the rows that a server wrote on its selections.
 
     Raises:
-        EvaluationError: nothing of a layer or a phase, or that two selections cannot be compared.
+        EvaluationError: a layer or a phase has no row, or two selections cannot be compared.
     """
     rows = read_rows(path) if path.exists() else []
     if wrong := [row for row in rows if row["kind"] == "wrong"]:

@@ -1,4 +1,4 @@
-"""How far apart two selections of DSA are, and whether one is the same every time."""
+"""The difference between two selections of DSA, and whether a selection is the same every time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _members(positions: torch.Tensor, width: int, lengths: torch.Tensor) -> torc
 def positions_of(
     slots: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, pages: int, page: int
 ) -> torch.Tensor:
-    """What slots of the KV pool are within each query's row.
+    """Convert slots of the KV pool to positions within each query's row.
 
     Args:
         slots: ``[n, k]`` int32, or -1.
@@ -115,7 +115,7 @@ def positions_of(
 
 
 def same_replays(again: Callable[[], object], chosen: torch.Tensor, count: int) -> int:
-    """How many of `count` replays choose, bit for bit, what the first one does.
+    """Count the replays that choose, bit for bit, the same as the first one.
 
     Args:
         again: selects into ``chosen``.

@@ -1,4 +1,4 @@
-"""What the paper's score itself loses: ReSA's bound by its definition, in plain torch and from the keys themselves.
+"""The loss of the paper's score itself: ReSA's bound by its definition, in plain torch and from the keys themselves.
 
 No summary is kept and no kernel scores; all else is as on any sparse server. So where a server with this selection
 loses as much as one with ReSA by ``{"summary": "minmax", "group": "mean_query"}``, and one with `true_mass` loses

@@ -1,7 +1,7 @@
-"""What ``eval.lab.bench_dsa`` measures on: passes of DSA layers over random keys, and this project's stages on them.
+"""Inputs of ``eval.lab.bench_dsa``: passes of DSA layers over random keys, and this project's stages on them.
 
-Queries, keys, gates and latents are normally distributed. How much is read and chosen is fixed by the model, so that
-inputs without structure cost what a model's do; nothing is said of what a selection is worth.
+Queries, keys, gates and latents are normally distributed. The model fixes how much is read and chosen, so that inputs
+without structure cost as much as a model's. They say nothing of the quality of a selection.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """What there is to measure."""
+        """The operations to measure."""
         return (PREFILL, PREFILL_TOPK) if self.chunk else (DECODE, DECODE_TOPK, ATTEND)
 
     @property

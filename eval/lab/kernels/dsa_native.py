@@ -71,7 +71,7 @@ def _ragged_logits(step: Step) -> Logits:
 
 
 def logits(step: Step) -> Logits:
-    """What makes the logits of a layer."""
+    """Return the function that makes the logits of a layer."""
     if step.op in LOGITS:
         return _given(step)
     return _ragged_logits(step) if step.shape.chunk else _paged_logits(step)
@@ -122,7 +122,7 @@ def auto(step: Step) -> list[Run]:
 
 
 def fa3(step: Step) -> list[Run]:
-    """What SGLang attends with in decode over a bfloat16 cache (``_forward_fa3``): pages of one token."""
+    """Prepare SGLang's decode attention over a bfloat16 cache (``_forward_fa3``), with pages of one token."""
     library, shape = importlib.import_module(FLASH_ATTENTION), step.shape
     starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=step.device)
     tables = {"cache_seqlens": step.wanted, "cu_seqlens_q": starts, "cu_seqlens_k_new": starts * shape.topk}
@@ -161,7 +161,7 @@ def flashmla_sparse(step: Step) -> list[Run]:
 
 
 def flashmla_kv(step: Step) -> list[Run]:
-    """What SGLang attends with in decode over its float8 cache (``_forward_flashmla_kv``): 656 bytes a token."""
+    """Prepare SGLang's decode attention over its float8 cache (``_forward_flashmla_kv``), with 656 bytes a token."""
     library, shape = importlib.import_module(FLASHMLA), step.shape
     quantise = importlib.import_module(QUANTISED).quantize_k_cache
     heads = 64 if shape.heads <= 64 else 128

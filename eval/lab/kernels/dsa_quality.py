@@ -1,4 +1,4 @@
-"""What the outputs that ``bench_dsa`` times are worth: who chose which tokens, and whether always the same ones.
+"""Quality of the outputs that ``bench_dsa`` times: the tokens that each one chose, and whether always the same ones.
 
 Two selections are compared over a sample of queries by ``overlap``, the least share of a query's tokens that both have,
 and ``off_by``: of the tokens that one has and the other has not, the largest distance of a logit in float64 from that
@@ -45,10 +45,10 @@ class Sample:
     best: torch.Tensor
 
     def chosen(self, output: torch.Tensor) -> torch.Tensor:
-        """Which of its tokens an output names, ``[length]`` bool.
+        """Return a mask of its tokens that an output names, ``[length]`` bool.
 
         Raises:
-            ValueError: these are too few, or no tokens of it.
+            ValueError: it names too few of them, or other tokens.
         """
         named = output[self.query]
         found = torch.isin(self.slots, named)
@@ -138,7 +138,7 @@ class Judge:
         return found
 
     def _anew(self, first: First[Step], again: Callable[[], object]) -> Any:
-        """What is made again. Nothing of before can pass for it."""
+        """Empty the buffers, call `again` and return its output, so that no earlier output passes for it."""
         _empty(self.step.layers[0], first.output)
         again()
         return first.output
@@ -173,7 +173,7 @@ class Judge:
 
 
 def clear(step: Step) -> None:
-    """What another implementation has left in the buffers is no output of the next."""
+    """Empty the buffers, so that no output of one implementation passes for that of the next."""
     for layer in step.layers:
         _empty(layer)
 

@@ -76,7 +76,7 @@ TABLE: tuple[Implementation[Step], ...] = (
 
 
 def identity(shape: Shape, one: Implementation[Step]) -> Row:
-    """What a row is about; ``kv_dtype`` is of the cache that attention reads."""
+    """Return the fields that identify a row; ``kv_dtype`` is that of the cache which attention reads."""
     sizes = f"h{shape.heads}/l{shape.latent}/r{shape.rope}/i{shape.index_heads}/k{shape.topk}"
     chunk = f"/c{shape.chunk}" if shape.chunk else ""
     row = {**shape.facts(), "id": f"dsa/{shape.name}{chunk}/{sizes}/{one.op}/{one.name}", **one.facts()}

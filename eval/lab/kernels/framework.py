@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def bars(rows: Sequence[Row], shape: str) -> list[tuple[str, Row]]:
-    """What is drawn of a shape, named: the fastest dense peers first, of whole steps alone.
+    """Return the bars of a shape with their names: whole steps only, dense peers first, the fastest of them first.
 
     Args:
         rows: of the file.

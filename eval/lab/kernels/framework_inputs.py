@@ -1,4 +1,4 @@
-"""What ``eval.lab.bench_framework`` measures on: decode steps of RocketKV and Skip-Softmax over a known structure."""
+"""Inputs of ``eval.lab.bench_framework``: decode steps of RocketKV and Skip-Softmax over a known structure."""
 
 from __future__ import annotations
 

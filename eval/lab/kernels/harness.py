@@ -1,7 +1,7 @@
-"""What the kernel benchmarks have in common: who does an operation, how it is timed and judged, and the file.
+"""Common parts of the kernel benchmarks: implementations of an operation, their timing and quality, and the file.
 
-A benchmark has a table of `Implementation`, a step that is their input, and for each row what it is about, what its
-output is worth and how many bytes it moves. ``eval.lab.bench_prefill`` times by itself and shares the rest.
+A benchmark has a table of `Implementation`, a step that is their input, and for each row its identity, the quality of
+its output and the bytes that it moves. ``eval.lab.bench_prefill`` times by itself and shares the rest.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def peers_of(table: Sequence[Any]) -> list[str]:
 def chosen(
     ops: Sequence[str], peers: Sequence[str], table: Sequence[Implementation[StepT]], known_ops: Sequence[str]
 ) -> list[Implementation[StepT]]:
-    """What to measure: some operations, by this project and by some peers.
+    """Return the implementations to measure: some operations, by this project and by some peers.
 
     Args:
         ops: of `known_ops`.
@@ -138,14 +138,14 @@ def report_unavailable(command: str, what: str, error: BaseException, usable: Ca
 
 
 def reason(error: BaseException) -> str:
-    """Why an implementation is not there, on one line and without the paths of the machine."""
+    """Return the reason that an implementation is unavailable, on one line and without the paths of the machine."""
     first = next((line for line in str(error).splitlines() if line.strip()), "").strip()
     return re.sub(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+", "", ": ".join(filter(None, (type(error).__name__, first)))[:300])
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the kernels run on.
+    """The machine that the kernels run on.
 
     Attributes:
         name: of the device.
@@ -333,7 +333,7 @@ def parser_of(command: str, description: str | None, table: Sequence[Any], round
 
 
 def add_ops(parser: argparse.ArgumentParser, ops: Sequence[str]) -> None:
-    """Which operations to measure."""
+    """Add the argument that chooses the operations to measure."""
     parser.add_argument("--ops", type=list_of(str), default=",".join(ops), help=f"of {', '.join(ops)} (default: all)")
 
 

@@ -28,7 +28,7 @@ MINIMAX = "sglang.kernels.ops.attention.minimax_sparse.decode.topk_sparse"
 
 @dataclass(frozen=True)
 class Paged:
-    """What a library for paged attention is asked for in one layer.
+    """The input of a library for paged attention in one layer.
 
     Attributes:
         q: ``[N, H, d]``.

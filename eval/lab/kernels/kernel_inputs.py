@@ -1,4 +1,4 @@
-"""What ``bench_kernels`` measures on: shapes, layers with caches of their own, and this project's operations."""
+"""Inputs of ``bench_kernels``: shapes, layers with a cache each, and this project's operations."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def layers_beyond(l2_bytes: int, num_bytes: int) -> int:
 
 
 class View:
-    """What a server's layers share: a batch, and what its kernels write.
+    """State that a server's layers share: a batch, and the buffers that its kernels write.
 
     Args:
         shape: of the rows, and of the longest context.

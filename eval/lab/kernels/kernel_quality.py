@@ -1,6 +1,6 @@
-"""What the outputs that ``eval.lab.bench_kernels`` times are worth, against float64 over a sample of rows and KV heads.
+"""Quality of the outputs that ``eval.lab.bench_kernels`` times, against float64 over a sample of rows and KV heads.
 
-What is further from float64 than roundings explain is refused, so that no wrong call is timed as a right one.
+An output further from float64 than roundings explain is refused, so that no wrong call is timed as a right one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sampled_pairs(shape: Shape) -> list[tuple[int, int]]:
 
 
 def logits_and_values(step: Step, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a row and KV head of the first layer attends by and to, in float64.
+    """Return the logits and the values of a row and KV head of the first layer, in float64.
 
     Returns:
         ``[G, length]`` and ``[length, d]``.
@@ -136,7 +136,7 @@ def _over_pages(shape: Shape, mask: torch.Tensor, logits: torch.Tensor, values: 
 
 
 def _selected(step: Step, sample: Sample) -> torch.Tensor:
-    """Which pages of a row the last chain of kernels selected, ``[n_pages]`` bool."""
+    """Return a mask of the pages of a row that the last chain of kernels selected, ``[n_pages]`` bool."""
     indices, counts = (made[sample.row, sample.head] for made in step.view.selected)
     return torch.isin(sample.pages, indices[: int(counts)].long())
 

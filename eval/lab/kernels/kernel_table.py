@@ -116,7 +116,7 @@ TABLE = (
 
 
 def identity(shape: Shape, one: Implementation) -> Row:
-    """What a row is about."""
+    """Return the fields that identify a row."""
     facts = shape.facts()
     settings = f"{shape.name}/p{shape.page_size}/r{shape.active_ratio}/{facts['summary_dtype']}"
     return {"id": f"kernels/{settings}/{one.op}/{one.name}", **one.facts(), **facts}

@@ -1,5 +1,5 @@
-"""What ``eval.lab.bench_mla`` measures on: decode steps of MLA layers whose attention has a known structure, and this
-project's operations on them. The structure is the one that needs as many blocks as the paper says, or as asked.
+"""Inputs of ``eval.lab.bench_mla``: decode steps of MLA layers whose attention has a known structure, and this
+project's operations on them. The structure needs as many blocks as the paper says, or as asked.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the blocks of a layer weigh and which are attended to.
+    """The masses of a layer's blocks, and the blocks to attend to.
 
     Attributes:
         mass: ``[B, n_blocks]`` float32.
@@ -287,7 +287,7 @@ class Step:
 
 
 def by(score: str) -> str:
-    """What masses are made of: a copy of the RoPE keys gives the same ones."""
+    """Return the score to look masses up by, `FULL` or `ROPE`: a copy of the RoPE keys gives the same masses."""
     return FULL if score == FULL else ROPE
 
 

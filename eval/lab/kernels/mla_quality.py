@@ -1,12 +1,12 @@
-"""What the outputs that ``bench_mla`` times are worth, against float64 over a sample of rows with all their heads.
+"""Quality of the outputs that ``bench_mla`` times, against float64 over a sample of rows with all their heads.
 
-All heads of a generated row attend to the same tokens in nearly the same shares, so what the mean of the heads selects
-fits every one of them: ``recall``, ``dense_l2`` and ``similarity`` are best cases, and say nothing of a model's heads,
-which differ. Times do not depend on it.
+All heads of a generated row attend to the same tokens in nearly the same shares, so that a selection by the mean of the
+heads fits every one of them: ``recall``, ``dense_l2`` and ``similarity`` are best cases, and say nothing of a model's
+heads, which differ. Times do not depend on it.
 
-The reference attends to what the cache holds, in its dtype. An output that is further from it than roundings explain is
-refused, so that no wrong call is timed as a right one; so is a selection whose size is not what the inputs were made
-for.
+The reference attends to the contents of the cache, in its dtype. An output further from it than roundings explain is
+refused, so that no wrong call is timed as a right one. A selection of another size than the inputs were made for is
+refused, too.
 """
 
 from __future__ import annotations
@@ -74,8 +74,11 @@ def _sample(step: Step, row: int) -> Sample:
 
 
 def active(step: Step, score: str) -> dict[str, Any]:
-    """How many blocks the rows of all layers are given to attend to: ``active_blocks`` (mean), ``active_blocks_max``,
-    their share ``active_share`` and ``sparsity``, the rest; ``dense_rows``, the share of rows that attend to all.
+    """Count the blocks that the rows of all layers are given to attend to.
+
+    Returns:
+        ``active_blocks`` (mean), ``active_blocks_max``, their share ``active_share`` and ``sparsity``, the rest;
+        ``dense_rows``, the share of rows that attend to all.
     """
     counts = step.active(score)
     mean = counts.double().mean().item()

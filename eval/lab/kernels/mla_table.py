@@ -57,7 +57,7 @@ def table(kv_dtype: torch.dtype = torch.bfloat16) -> list[Implementation[Step]]:
 
 
 def identity(shape: Shape, one: Implementation[Step]) -> Row:
-    """What a row is about."""
+    """Return the fields that identify a row."""
     facts = shape.facts()
     sizes = f"h{shape.heads}/l{shape.latent}/r{shape.rope}/p{shape.page_size}/b{shape.block_size}"
     settings = f"{shape.name}/{sizes}/t{shape.theta1}/m{shape.max_active_ratio}/{facts['kv_dtype']}"

@@ -1,4 +1,4 @@
-"""What ``bench_prefill`` measures on: a layer of a prompt with a known structure, and what outputs are worth."""
+"""Inputs of ``bench_prefill``: a layer of a prompt with a known structure, and the quality of outputs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Prompt:
         return found
 
     def quality(self, output: torch.Tensor) -> dict[str, float]:
-        """What an output is worth, over sampled queries of all heads.
+        """Measure the quality of an output, over sampled queries of all heads.
 
         Args:
             output: ``[length, q_heads, dim]``.

@@ -253,7 +253,7 @@ class Plan:
 
 
 def plans(names: Sequence[str], own: Sequence[Plan], table: Sequence[Implementation] = TABLE) -> list[Plan]:
-    """What to measure.
+    """Return the plans to measure.
 
     Args:
         names: of peers.

@@ -1,4 +1,4 @@
-"""What ``eval.lab.reproduce`` measures, leg by leg, read from ``legs.toml``."""
+"""The measurements of ``eval.lab.reproduce``, leg by leg, read from ``legs.toml``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Server:
     environment: tuple[tuple[str, str], ...] = ()
 
     def model_path(self, folder: Path) -> Path:
-        """Where the model is: that of a shape is written into the folder of the results."""
+        """Return the path of the model; that of a shape is written into the folder of the results."""
         return folder / MODELS / self.model if self.model in SHAPES else Path(self.model)
 
     def arguments(self) -> list[str]:
@@ -87,7 +87,7 @@ def _replaced(argument: str, known: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Leg:
-    """What is measured together, on one server if any, or several.
+    """Measurements made together, on no server, on one or on several.
 
     Attributes:
         name: on the command line.
@@ -112,7 +112,7 @@ class Leg:
         return "; ".join(f"{goal.id}: {goal.part}" for goal in mine)
 
     def starts(self) -> str:
-        """What it starts beside its commands, as ``--list`` prints it."""
+        """Describe the servers that it starts, as ``--list`` prints them."""
         if self.server:
             return f"{f'{len(self.servers)} servers' if self.beside else 'a server'} of {self.server.model}"
         return (

@@ -120,7 +120,7 @@ class Runner:
         return process
 
     def server_log(self, leg: Leg, server: Server) -> Path:
-        """What a server of a leg prints."""
+        """Return the path of the log of a server of a leg."""
         place = leg.servers.index(server)
         return self.folder / f"{leg.name}.server{place or ''}.log"
 

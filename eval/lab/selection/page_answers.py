@@ -1,11 +1,11 @@
-"""What a checkpoint answers where decode attends to the pages of one statistic or another, without a server or a GPU.
+"""Measure a checkpoint's answers with decode over the pages of one statistic or another, without a server or a GPU.
 
     python -m eval.lab.selection.page_answers --model-path Qwen/Qwen2.5-Coder-0.5B-Instruct --out FILE.jsonl
 
 The questions are those of `eval.niah`. A prompt runs through the checkpoint with dense attention, which gives the first
 token of the answer, as on a server; then, at every step, in every layer and for every KV head, a statistic of
-`page_statistics` chooses as many pages as ReSA would, and the step attends to these. What a step writes stays as it is,
-as on a server that rectifies later.
+`page_statistics` chooses as many pages as ReSA would, and the step attends to these. The KV that a step writes stays as
+it is, as on a server that rectifies later.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Chooser:
         return out.transpose(1, 2), None
 
     def _chosen(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
-        """Which tokens a step attends to, ``[kv_heads, tokens]`` bool; ``query`` is ``[q_heads, d]``."""
+        """Choose the tokens that a step attends to, ``[kv_heads, tokens]`` bool; ``query`` is ``[q_heads, d]``."""
         held, heads = key.shape[:2]
         whole, count = held // PAGE, -(-held // PAGE)
         products = torch.einsum("hgd,thd->hgt", query.unflatten(0, (heads, -1)) * scale, key)

@@ -1,4 +1,4 @@
-"""What selections keep of the attention: tables of `page_statistics` and `page_answers`."""
+"""The attention that selections keep: tables of `page_statistics` and `page_answers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eval.scores.tables import Column, Row, number, table, text
 
 
 def answers(path: Path) -> str:
-    """How many answers of `eval.lab.selection.page_answers` were right by each statistic, and the mass that it kept."""
+    """Return the table of `eval.lab.selection.page_answers`: the right answers and the mass kept, by statistic."""
     header, *rows = read_finished(path)
     columns: list[Column] = [("pages by", text("statistic")), ("bytes", text("bytes")), ("right", text("right"))]
     columns.append(("mass", number("mass", 3)))

@@ -54,7 +54,7 @@ def decode(*paths: Path, beside: Sequence[Path] = ()) -> str:
 
 
 def memory(*paths: Path) -> str:
-    """What the arms allocated in a step of decode, the server's peak, and its summaries beside what they were charged.
+    """Return a table of allocations in a decode step by arm, the server's peak, and its summaries against their charge.
 
     Args:
         *paths: files of sparse servers; those of older revisions, whose servers did not say, are left out.

@@ -50,11 +50,11 @@ def backend_of(facts: Mapping[str, Any]) -> str:
 
 
 def read_peers(paths: Iterable[Path], header: Mapping[str, Any]) -> list[Peer]:
-    """What ``--dense-only`` measured, file by file.
+    """Read the peers that ``--dense-only`` measured, file by file.
 
     Args:
         paths: of the files.
-        header: of the file beside whose figures they are put: ``server``, ``batch``, ``context`` and ``device``.
+        header: of the file that they are compared with: ``server``, ``batch``, ``context`` and ``device``.
 
     Raises:
         EvaluationError: a file is none of a finished run with ``--dense-only``, or of another model (by the name of its
@@ -78,14 +78,14 @@ def _read_peer(path: Path, header: Mapping[str, Any]) -> Peer:
 
 
 def _measured(header: Mapping[str, Any]) -> dict[str, Any]:
-    """What two files must have in common."""
+    """Return the fields of a header that two files must have in common."""
     server = header["server"]
     found = {"model": Path(server["model_path"]).name, "batch": header["batch"], "context": header["context"]}
     return found | {name: server.get(name) for name in SAME_SERVER} | {"device": header.get("device")}
 
 
 def peer_of(path: Path) -> Peer:
-    """What a finished file of ``--dense-only`` says.
+    """Read the peer in a finished file of ``--dense-only``.
 
     Raises:
         EvaluationError: see `read_finished`.
@@ -96,12 +96,12 @@ def peer_of(path: Path) -> Peer:
 
 
 def outdated_peers(folder: Path) -> list[str]:
-    """Where a summary has other figures of a peer than the file that it names: that was measured again since then.
+    """Find summaries whose figures of a peer differ from those of the file that they name, measured again since then.
 
     With another SGLang it is another peer, and says nothing of the figures that were measured beside the one before.
 
     Args:
-        folder: of result files; what is not in it cannot be compared.
+        folder: of result files; a file that is not in it cannot be compared.
 
     Returns:
         A line for each such row, with both figures.

@@ -134,7 +134,7 @@ def _median(rows: Sequence[Row], name: str) -> float | None:
 
 
 def deployments(*paths: Path) -> str:
-    """What each deployment takes over one GPU, sparse and dense, from one file or several."""
+    """Return the table of deployments against one GPU, sparse and dense, from one file or several."""
     columns: list[Column] = [
         ("deployment", text("deployment")),
         ("requests", text("requests")),

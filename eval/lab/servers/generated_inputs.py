@@ -52,7 +52,7 @@ def served(args: argparse.Namespace, scratch: Path) -> tuple[Path, list[str], di
 
 
 def require_made(structured: Row | None, states: Sequence[Row]) -> Row | None:
-    """What a server says of its generated inputs; None where none were asked for.
+    """Return a server's report of its generated inputs; None where none were asked for.
 
     Raises:
         EvaluationError: the plugin that generates them was not loaded, or made others.

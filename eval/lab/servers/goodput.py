@@ -46,7 +46,7 @@ def best_rates(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def goodput(path: Path) -> str:
-    """What servers answer in time, rate by rate."""
+    """Return the table of the servers' goodput, rate by rate."""
     rows = read_finished(path)
 
     def host(part: str) -> Callable[[Row], str]:

@@ -134,13 +134,13 @@ class Server:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What became of a load.
+    """The result of a load.
 
     Attributes:
         items: the requests, as `serving_rows` has them.
         summary: of all, likewise; and the client's shares in time, where asked for.
-        before: what a sparse server counted until then, empty of a dense one.
-        after: the same, behind it.
+        before: counts of a sparse server before the load, empty of a dense one.
+        after: the same after the load.
     """
 
     items: list[dict[str, Any]]
@@ -149,7 +149,7 @@ class LoadResult:
     after: dict[str, Any]
 
     def counts(self) -> dict[str, Any]:
-        """What a sparse server read, and its counters; empty of a dense one."""
+        """Return the shares that a sparse server read, and its counters; empty for a dense one."""
         if not self.after:
             return {}
         counts = moved(self.before, self.after)

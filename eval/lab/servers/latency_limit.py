@@ -105,7 +105,7 @@ class Limit:
 
 
 def limit_of(rows: Sequence[Row]) -> Limit | None:
-    """What a file says of its limit.
+    """Compute the latency limit of a file's servers.
 
     Args:
         rows: of the file: its header and its ``server`` rows.

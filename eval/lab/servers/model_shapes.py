@@ -244,7 +244,7 @@ def folder_of(args: argparse.Namespace, scratch: Path) -> Path:
 
 
 def load_flags(args: argparse.Namespace) -> list[str]:
-    """What a server of the model that a command serves is started with: a shape has no weights."""
+    """Return the flags by which a command's server loads its model: dummy weights for a shape, which has none."""
     return ["--load-format", "dummy"] if args.shape else []
 
 

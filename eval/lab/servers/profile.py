@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: medians over the steps of a trace, by kernel and by part of a step, and tables."""
+"""The time of a decode step by kernel and by part of the step: medians over the steps of a trace, and tables."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def summarise(steps: Sequence[Step]) -> tuple[list[dict[str, Any]], list[dict[st
 
 
 def part_name(row: Row) -> str:
-    """How a table calls a part of a step."""
+    """Return the name of a part of a step in tables."""
     if "tflops" in row:
         return f"{row['part']} ({row['tflops']:.0f} TFLOP/s)"
     if row["part"] == "idle" and "gaps" in row:

@@ -50,12 +50,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Use:
-    """What the launches of one name did in one step.
+    """The launches of one name in one step.
 
     Attributes:
         us: microseconds that they added to the step; of all names together, the time in which the GPU was busy.
         duration_us: microseconds from begin to end of each, also where they overlap others.
-        calls: how many there were.
+        calls: their number.
     """
 
     us: float
@@ -84,7 +84,7 @@ class Step:
 
 
 def read_trace(path: Path) -> list[Launch]:
-    """What the GPU did, in the order in which it began.
+    """Read the launches on the GPU, in the order in which they began.
 
     Args:
         path: a ``.json`` or ``.json.gz`` file.
@@ -171,7 +171,7 @@ def _neighbours(launches: Sequence[Launch]) -> list[tuple[list[Launch], list[Lau
 
 
 def step_of(launches: Iterable[Launch], start: float, end: float) -> Step:
-    """What began in a window of time; what goes on beyond it is cut off there.
+    """Make a step of the launches that began in a window of time; their time beyond it is cut off.
 
     Args:
         launches: in the order in which they began.

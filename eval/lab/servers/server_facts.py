@@ -1,4 +1,4 @@
-"""What a measured server runs on, for the header of a result file, and what its state says of memory and prompts.
+"""The machine and packages of a measured server, for a result file's header, and its state of memory and prompts.
 
 A server that is already there may run anywhere, so nothing is taken for granted:
 
@@ -9,7 +9,7 @@ A server that is already there may run anywhere, so nothing is taken for granted
   environment, so ``told_by`` is "this machine" then, and not "the server".
 - No server says its command line. It is that of the process which is seen to listen on a loopback address.
 
-What nobody tells is null.
+Facts that nobody tells are null.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECRET = re.compile(r"(--[\w-]*(?:api-key|password)[=\0])[^\0]*")
 
 
 def machine_of(url: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server runs on.
+    """Find the machine, the packages and the command line of a server.
 
     Args:
         url: where it is.
@@ -99,7 +99,7 @@ def sglang_of(found: Mapping[str, Any]) -> str:
 
 
 def kept(before: Mapping[str, Any], after: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """What became of prompts of one length between two states of a server whose method keeps a part of them.
+    """Compare two states of a server whose method keeps a part of each prompt; all prompts have one length.
 
     Args:
         before: its state.
@@ -107,8 +107,8 @@ def kept(before: Mapping[str, Any], after: Mapping[str, Any], length: int) -> di
         length: tokens of each prompt.
 
     Returns:
-        ``kept``, by how much each of its counts of prompts went up, and where some let go of their prompts
-        ``held_tokens``, the KV tokens of its prompt that such a request held then, on average; empty where the method
+        ``kept``, the increase of each of its counts of prompts. Where some let go of their prompts also
+        ``held_tokens``, the KV tokens of its prompt that such a request held then, on average. Empty where the method
         is none of these.
     """
     if "kept" not in after:
@@ -119,7 +119,7 @@ def kept(before: Mapping[str, Any], after: Mapping[str, Any], length: int) -> di
 
 
 def allocated(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int | float | None]:
-    """What the server's GPU allocator did between two of its states.
+    """Return the figures of the server's GPU allocator between two of its states.
 
     Returns:
         ``allocations_per_step`` of decode, and ``peak_bytes``, the most that it has ever held; both None on the CPU and

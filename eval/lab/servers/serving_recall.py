@@ -1,8 +1,8 @@
-"""What generated inputs are worth to a sparse method, for ``eval.lab.bench_serving``: rows of other commands' files.
+"""Recall of a sparse method over generated inputs, for ``eval.lab.bench_serving``: rows of other commands' files.
 
-Recall is a matter of the inputs and of the threshold, which a server cannot tell. It comes from a file of what was
+Recall is a matter of the inputs and of the threshold, and a server cannot tell it. It comes from a file that was
 measured in process over the same inputs: of ``eval.lab.bench_prefill`` for a prefill method, of ``eval.lab.bench_mla``
-for RoBSA's decode. A row counts only where everything that recall depends on is what the server says of itself.
+for RoBSA's decode. A row counts only where it agrees with the server's report in everything that recall depends on.
 """
 
 from __future__ import annotations

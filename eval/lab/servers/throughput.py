@@ -74,7 +74,7 @@ def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def throughput(path: Path) -> str:
-    """What servers work off, batch by batch."""
+    """Return the table of the servers' throughput, batch by batch."""
     rows = read_finished(path)
     columns: list[Column] = [
         ("server", text("arm")),

@@ -44,7 +44,7 @@ def gqa_structure(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Structure:
-    """What `make_qkv` and `make_decode` plant; see `Structure`."""
+    """Return the structure of `make_qkv` and `make_decode`; see `Structure`."""
     return Structure(recipe, tokens, kv_heads, (Slice(head_dim, 1.0),), seed, device)
 
 
@@ -56,7 +56,7 @@ def mla_structure(
     latent: int = 512,
     rope: int = 64,
 ) -> Structure:
-    """What `make_mla` plants: ``rope_share`` of the logits in the RoPE dimensions, the rest in the latent ones."""
+    """Return the structure of `make_mla`: ``rope_share`` of the logits in RoPE dimensions, the rest in latent ones."""
     slices = (Slice(latent, 1 - recipe.rope_share), Slice(rope, recipe.rope_share))
     return Structure(recipe, tokens, 1, slices, seed, device)
 

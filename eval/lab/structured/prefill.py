@@ -13,7 +13,7 @@ DEFAULTS: dict[str, Any] = {"seed": 0, "recipe": {}, "prefill": ATTEND}
 
 
 def read_given(given: Any) -> dict[str, Any]:
-    """What a server or a benchmark is asked to generate, checked but for the recipe.
+    """Check a request for generated inputs, except its recipe, and fill in the defaults.
 
     Args:
         given: ``seed``, ``recipe`` and ``prefill``, which says what prefill does, "attend" or "skip"; all optional.

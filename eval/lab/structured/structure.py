@@ -79,7 +79,7 @@ class Slice(NamedTuple):
 
 
 class Structure:
-    """Which token is what, and how much each query wants of it.
+    """The kind of each token, and the weight that each query gives to it.
 
     Args:
         recipe: the shares.
@@ -157,7 +157,7 @@ class Structure:
         return math.log(getattr(self.recipe, PARTS[part]) / self.recipe.background)
 
     def coefficients(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What queries give for a sink, the band and a stripe, as logits.
+        """Compute the coefficients of queries for a sink, the band and a stripe, as logits.
 
         Args:
             positions: ``[n]`` int64, below ``tokens``.
@@ -181,7 +181,7 @@ class Structure:
         )
 
     def levels(self, q_heads: int) -> torch.Tensor:
-        """What the queries of each block add to all their logits, ``[q_heads, blocks]`` float32."""
+        """Return the levels that the queries of each block add to all their logits, ``[q_heads, blocks]`` float32."""
         generator = torch.Generator().manual_seed(self._level_seed)
         heads, blocks = (torch.randn(q_heads, n, generator=generator) for n in (1, self.gram.shape[0]))
         return (self.recipe.head_level * heads + self.recipe.block_level * blocks).to(self.kind.device)
@@ -286,7 +286,7 @@ def _kinds(recipe: Recipe, tokens: int, kv_heads: int, generator: torch.Generato
 
 
 def _running(marked: torch.Tensor) -> torch.Tensor:
-    """How many of the first n are marked, ``[heads, tokens + 1]`` float32 for n from 0; exact below 2**24."""
+    """Count the marked ones among the first n, ``[heads, tokens + 1]`` float32 for n from 0; exact below 2**24."""
     return torch.nn.functional.pad(marked.cumsum(1).float(), (1, 0))
 
 

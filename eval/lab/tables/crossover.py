@@ -35,7 +35,7 @@ class Point(BaseModel):
 
 
 class Entry(BaseModel):
-    """What was measured for one GPU, shape and share of the pages; see `sglang_sparse.tune.entry`."""
+    """Measurements of one GPU, shape and share of the pages; see `sglang_sparse.tune.entry`."""
 
     gpu: str
     q_heads: int

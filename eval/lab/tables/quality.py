@@ -41,7 +41,7 @@ Place = tuple[str, int, str]
 
 @dataclass
 class Answers:
-    """What one checkpoint answered.
+    """The answers of one checkpoint.
 
     Attributes:
         scores: by arm, and by suite, length and task: of each prompt.
@@ -165,7 +165,7 @@ def perplexities(path: Path) -> str:
 
 
 def thetas(paths: Iterable[Path]) -> str:
-    """What AnchorAttention keeps with one theta in all layers, of files that ``sglang_sparse.calibrate`` wrote."""
+    """Return the table of AnchorAttention with one theta in all layers, from files of ``sglang_sparse.calibrate``."""
     rows = []
     for path in paths:
         found = json.loads(path.read_text())["calibration"]

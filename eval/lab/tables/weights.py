@@ -1,4 +1,4 @@
-"""What a result file says of the weights that it is of, and of RoBSA's choice among their layers."""
+"""The weights that a result file was measured with, and RoBSA's choice among their layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHIPPED, OLDER, UNKNOWN = "as shipped", "earlier ones", "not in the file"
 
 
 def calibration(model: str) -> dict[str, Any]:
-    """What is in a model's calibration file; nothing where it has none."""
+    """Read a model's calibration file; empty where it has none."""
     path = MODELS / model / CALIBRATION
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -31,9 +31,9 @@ def shipped(model: str) -> str | None:
 
 
 def weights(header: Mapping[str, Any]) -> str | None:
-    """What a file says of its weights, of a model that ships with a calibration; None of others.
+    """Say whether a file's weights are the shipped ones, for a model that ships with a calibration; None for others.
 
-    A server with a calibration refuses other weights than its own; a stock one's file has what its label says.
+    A server with a calibration refuses other weights than its own; a stock one's file names them in its label.
     """
     served = _served(header)
     wanted = shipped(Path(served.get("model_path") or "").name)
@@ -54,7 +54,7 @@ def sensitive(header: Mapping[str, Any]) -> str | None:
 
 
 def said(header: Mapping[str, Any]) -> dict[str, str | None]:
-    """What the tables show of both."""
+    """Return the weights and the sparse layers of a file, as the tables show them."""
     return {"weights": weights(header), "sensitive": sensitive(header)}
 
 

@@ -1,4 +1,4 @@
-"""What kernels take on GPUs that were not at hand: a table of ``eval.lab.compile_kernels``."""
+"""Resources of the kernels on GPUs that the machine lacks: a table of ``eval.lab.compile_kernels``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of this project's kernels in CUDA C++ is compiled for a GPU: each source with what a launch may define."""
+"""The CUDA C++ sources of this project's kernels that are compiled for a GPU, each with a launch's possible defines."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Selected:
-    """What the portable indexer selected with in a layer.
+    """The inputs of the portable indexer's selection in a layer.
 
     Attributes:
         batch: what the layers of the pass share; its ``chosen`` are positions.
@@ -205,7 +205,7 @@ def _refuse(*_: Any) -> torch.Tensor:
 
 
 def _positions(backend: Any, batch: portable.IndexerBatch, given: torch.Tensor, pages: int) -> torch.Tensor:
-    """What the server's selection names, as positions within each row."""
+    """Return the server's selection as positions within each row."""
     if not backend.dense.use_fused_topk:
         return given
     offsets = backend.dense.forward_metadata.topk_indices_offset

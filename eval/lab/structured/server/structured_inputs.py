@@ -98,7 +98,7 @@ def refuse_arguments(server_args: Any, skips: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What attention layers have in common.
+    """The shape that all attention layers share.
 
     Attributes:
         q_heads: query heads of this rank.
@@ -279,7 +279,7 @@ class Overwrite:
         return self._forward(rows.q.view(q.shape), rows.k, rows.v, layer, forward_batch, True, **kwargs)
 
     def _rows_of(self, positions: torch.Tensor, layer_id: int, split: bool) -> Rows:
-        """What all layers of a pass get, gathered when the first of them asks."""
+        """Return the inputs of all layers of a pass, gathered when the first of them asks."""
         # Layers come in ascending order, so that one that is not above the last begins another pass.
         if self._rows is None or layer_id <= self._layer:
             inputs, latent = self._inputs, self._inputs.shape.v_head_dim
