@@ -1,4 +1,4 @@
-"""What is refused, with the field at fault, its value and the message: each row of ``wording.jsonl`` is a refusal.
+"""Tests of refusals, with the field at fault, its value and the message: each row of ``wording.jsonl`` is a refusal.
 
 The wording of messages stands there alone; ``RENEW_WORDING=1 pytest -n 0 tests/test_wording.py`` writes it anew.
 """

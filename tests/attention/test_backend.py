@@ -1,4 +1,4 @@
-"""When the backend refreshes a method's buffers: before each selection where asked, and once at the end of a pass."""
+"""Tests of the refresh of a method's buffers: before each selection where asked, and once at the end of a pass."""
 
 from itertools import product
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a decode batch looks like to methods and kernels after it was loaded."""
+"""Tests of a loaded decode batch, as methods and kernels see it."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -97,7 +97,7 @@ def test_every_rectification_count_is_handed_out() -> None:
 
 
 def test_rounds_of_drafts() -> None:
-    """What follows a round's drafts in its verification is no draft, though it may be right."""
+    """Tokens behind a round's drafts in its verification do not count as drafts, even if they are right."""
     counted = counters()
     plain = counted.snapshot()
     counted.drafts = DraftCounts()

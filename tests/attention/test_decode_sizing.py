@@ -75,7 +75,7 @@ def configurator(
 
 
 def by_rows(config: dict[str, Any] | None = None, context: int = CONTEXT, model: ModelShape = SHAPE) -> Any:
-    """What a RoBSA step of so many rows takes."""
+    """Return a function that gives the scratch bytes of a RoBSA step by its number of rows."""
     method = build("robsa", {**OPEN, **(config or {})}).method
     blocks = -(-(context + EXTRA) // 16)
     limits = (1, blocks, usual_selection(method, blocks), 16)
@@ -88,7 +88,7 @@ def by_rows(config: dict[str, Any] | None = None, context: int = CONTEXT, model:
 
 
 def static(rows: int) -> int:
-    """What the view of CUDA graphs of so many rows takes: page table, scores and selection, and a few numbers a row."""
+    """Return the bytes of the CUDA graph view for so many rows: page table, scores, selection, a few numbers a row."""
     width = -(-(CONTEXT + EXTRA) // 256) * 16
     return rows * (3 * 4 * width + 36)
 
@@ -163,7 +163,7 @@ def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_that_a_verification_asks_for_together_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What splits hand on, queries and outputs by KV head, and the query that selects; for graphs and without them."""
+    """Charges cover split results, queries and outputs by KV head, and the selecting query, with or without graphs."""
     shape = ModelShape(36, 4, 1, 128, torch.bfloat16)
     monkeypatch.setattr(memory, "model_shape", lambda *_: shape)
     sizes = (20, 1, 128, 128, -(-(CONTEXT + EXTRA) // 160), 16, torch.bfloat16, torch.bfloat16, torch.device("cpu"))

@@ -77,7 +77,7 @@ def test_a_longer_step_in_the_same_buffers_is_seen(run) -> None:
 
 
 def test_tokens_that_pad_a_verification_see_nothing(run) -> None:
-    """Where ranks share its tokens they are no multiple of the drafts."""
+    """The tokens of a verification are not a multiple of the drafts where ranks share them."""
     rows = Rows([101, 102, 103], padding=1)
     assert rows.view is not None
     rows.view = rows.view.rows(3)

@@ -1,4 +1,4 @@
-"""What tiny-dsa chooses, in chunks and token by token: this project's indexer against the one of plain_dsa.
+"""Tests of tiny-dsa's selections, in chunks and token by token: this project's indexer against that of plain_dsa.
 
 Ours gets queries and keys from SGLang's own code, RoPE included, and the rotation of the CPU platform.
 """
@@ -101,7 +101,7 @@ class Asked:
 
 
 def _served(module: Any) -> Any:
-    """What of SGLang's ``Indexer`` is used, with the weights of transformers' one."""
+    """Return a stand-in with the used parts of SGLang's ``Indexer`` and the weights of transformers' one."""
     names = ("n_heads", "head_dim", "softmax_scale", "index_topk", "weights_proj", "k_norm")
     rope, config = module.qk_rope_head_dim, module.config
     served = SimpleNamespace(

@@ -168,7 +168,7 @@ def test_memory_of_what_parts_keep_is_added_up_and_a_choice_is_the_largest() -> 
 
 
 def test_entries_of_two_sizes_are_refreshed_each_where_it_ends() -> None:
-    """What a pass leaves half written, and then a step's token."""
+    """Entries that a pass left half written are refreshed, and then those of a step's token."""
     settings = build("rocketkv", KEPT)
     method = settings.decode
     aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 8, 16, "cpu")

@@ -1,4 +1,4 @@
-"""Which rows run sparse: the decision is a pure function of lengths, so its cases are a table."""
+"""Tests of which rows run sparse: a table of cases, since the decision is a pure function of lengths."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which tokens of an extend pass count as prefill, and how long a chunk beside decoding rows is."""
+"""Tests of which tokens of an extend pass count as prefill, and of the chunk length next to decoding rows."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where prompts end: what of a cached prefix is used, where chunks may end, and whose choice is kept where."""
+"""Tests of the ends of prompts: the used part of a cached prefix, where chunks may end, where each choice is kept."""
 
 import json
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_beside_groups_it_ends_with_a_group_too(serving: Any, found: int, prompt
 
 
 def ended(one: Any, ends: list[int], start: int, path: KeepPath, before: int = 0) -> list[PromptEnd]:
-    """What the passes of these chunks complete; each pass has ``before`` tokens of another row first."""
+    """Return the prompt ends that passes of these chunks complete, each with ``before`` tokens of another row first."""
     found = []
     other = request(10**6, known=ROCKETKV)
     for end in ends:

@@ -74,7 +74,7 @@ def run_layer(backend: Any, batch: Any, layer: int) -> tuple[torch.Tensor, torch
 
 
 def selections(backend: Any) -> int:
-    """How often a layer has selected for a row and KV head."""
+    """Return the number of selections so far, one for each layer, row and KV head."""
     return int(backend.counters.select_stats[0])
 
 
@@ -120,7 +120,7 @@ def test_lists_that_do_not_fit_are_not_shared() -> None:
 
 
 def test_nothing_is_reused_behind_a_dense_draft() -> None:
-    """What is stored then is an earlier round's, or another batch's."""
+    """The selections stored behind a dense draft are those of an earlier round, or of another batch."""
     backend, graphs = sharing({"min_seq_len": 20, "crossover_tokens": 0, "active_ratio": 0.25, "min_pages": 1})
     for step in range(2):
         backend.init_forward_metadata(draft(backend, step))

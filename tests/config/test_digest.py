@@ -1,4 +1,4 @@
-"""What decides answers has one digest, and what differs is named as a user writes it."""
+"""Tests of the digest of all that decides answers, and of differences, named as a user writes them."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a request may ask for, and how a wrong wish is refused."""
+"""Tests of the options of a request, and of how wrong ones are refused."""
 
 import pytest
 from refusals import refused

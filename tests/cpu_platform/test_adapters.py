@@ -33,7 +33,7 @@ def attention() -> Any:
 
 
 def added(attention: Any) -> torch.Tensor:
-    """What each token's adapter adds to the weight of ``kv_b_proj``, ``[tokens, heads, dims, latent]``."""
+    """Return the weight that each token's adapter adds to ``kv_b_proj``, ``[tokens, heads, dims, latent]``."""
     layer = attention.kv_b_proj
     scalings = layer.lora_backend.batch_info.scalings_cpu
     each = [

@@ -46,8 +46,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 
 def test_logprobs_are_those_of_transformers(checkpoint, tmp_path, monkeypatch) -> None:
-    """Where a key lies between two float8 values, rounding decides, and with random weights any key may be chosen: so
-    most positions are equal, and the others are nearer than to a model without rotation and float8."""
+    """Most positions are equal, and the others are nearer than to a model without rotation and float8.
+
+    Where a key lies between two float8 values, rounding decides, and with random weights any key may be chosen.
+    """
     prompts = [random_prompt(length) for length in (130, 200, 300, 400)]
     params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 1}
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""What chains of drafts need on the CPU platform: slots, links and acceptance equal to SGLang's own kernels."""
+"""Tests of chains of drafts on the CPU platform: slots, links and acceptance equal those of SGLang's own kernels."""
 
 import importlib.util
 from types import ModuleType, SimpleNamespace

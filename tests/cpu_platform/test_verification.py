@@ -1,4 +1,4 @@
-"""What verifications of drafts need on the CPU platform: noise, slots and attention equal to SGLang's own."""
+"""Tests of verifications of drafts on the CPU platform: noise, slots and attention equal SGLang's own."""
 
 import importlib.util
 import random

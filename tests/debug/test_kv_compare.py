@@ -1,4 +1,4 @@
-"""What the exactness checks compare, on a small pool without a model."""
+"""Tests of the comparisons in the exactness checks, on a small pool without a model."""
 
 from types import SimpleNamespace
 

@@ -103,7 +103,7 @@ def scheduler(request: pytest.FixtureRequest) -> Scheduler:
 
 
 def insert(scheduler: Scheduler, tokens: list[int]) -> None:
-    """What a request does: take what the tree has, write the rest, insert all."""
+    """Take the prefix that the tree has, write the rest and insert all, as a request does."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     key, shared = RadixKey(array("q", tokens)), slots_of(scheduler, tokens)
     fresh = allocator.alloc(len(tokens) - len(shared))
@@ -149,7 +149,7 @@ class Adapters:
 
 
 def test_kv_is_recomputed_with_its_adapter(scheduler) -> None:
-    """What was written with one that is not loaded any more cannot be, and nobody finds it."""
+    """KV written with an adapter that is no longer loaded cannot be recomputed, and no request finds it."""
     model, tokens = scheduler.tp_worker.model_runner, torch.arange(8)
     insert(scheduler, tokens.tolist())
     slots = scheduler.token_to_kv_pool_allocator.alloc(8)

@@ -1,4 +1,4 @@
-"""What the commands of the evaluation call a server, and which they refuse to read."""
+"""Tests of the names that the evaluation's commands give servers, and of the servers that they refuse to read."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -18,7 +18,7 @@ CAPPED = pynvml.nvmlClocksEventReasonSwPowerCap
 
 
 class Gpu:
-    """What NVML would say of one."""
+    """Stub of a GPU, with what NVML would say of it."""
 
     def __init__(self, loads: Iterator[int], *reasons: int) -> None:
         self.loads, self.reasons = loads, chain(reasons[:-1], repeat((0, *reasons)[-1]))

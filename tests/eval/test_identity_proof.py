@@ -1,4 +1,4 @@
-"""What the counters of a sparse server must say before its answers count as equal to a dense one's."""
+"""Tests of the counters that a sparse server must have before its answers count as equal to a dense one's."""
 
 import json
 from pathlib import Path

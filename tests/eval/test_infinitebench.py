@@ -40,7 +40,7 @@ def make(*arguments: str) -> InfiniteBenchSuite:
 
 
 def oracle(task: str, text: str) -> str:
-    """What a perfect reader says."""
+    """Return a perfect reader's answer."""
     if task == "gen_passkey":
         (key,) = re.findall(r"The pass key is (\d{5})\.", text)
         return f"The pass key is {key}."
@@ -69,7 +69,7 @@ def values_of(terms: list[str]) -> list[int]:
 
 
 def place(task: str, text: str, answer: str) -> float:
-    """Where an answer stands, from 0 to 1."""
+    """Return the place of an answer in a text, from 0 to 1."""
     if task == "gen_kv_retrieval":
         values = list(json.loads(text[text.index("{") : text.index("}") + 1]).values())
         return values.index(answer) / (len(values) - 1)

@@ -1,4 +1,4 @@
-"""How outside judges are called, what goes wrong, and what their files mean as our rows; no judge is run."""
+"""Tests of calls of outside judges, of their failures, and of converting their files to our rows; no judge is run."""
 
 import argparse
 import importlib.metadata

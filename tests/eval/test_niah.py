@@ -25,7 +25,7 @@ def make(*arguments: str) -> NeedleSuite:
 
 
 def oracle(prompt: Prompt) -> str:
-    """What a perfect reader says: every number of each key that the question names."""
+    """Return a perfect reader's answer: every number of each key that the question names."""
     text = TOKENS.decode(prompt.tokens)
     question = text[text.rindex("What ") :].split("?")[0]
     asked = set(re.findall(r"[a-z]+-[a-z]+", question))

@@ -52,7 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def oracle(text: str) -> str:
-    """What a perfect reader says to a prompt."""
+    """Return a perfect reader's answer to a prompt."""
     if "special magic" in text:
         asked = re.findall(r"What (?:is|are all) the special magic \w+ for (.*?) mentioned", text)[-1]
         return " ".join(value for key, value in NEEDLE.findall(text) if key in re.split(", and |, ", asked))

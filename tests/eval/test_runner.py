@@ -228,7 +228,7 @@ PREFILLED = {"sparse_tokens": 64, "dense_tokens": 32, "pairs_attended": 30, "pai
 
 
 class Prefilling(dict[str, Any]):
-    """What a server with sparse prefill says: each request that it counts adds to its prefill."""
+    """Stub of the state that a server with sparse prefill reports: each request that it counts adds to its prefill."""
 
     def __init__(self, attended: int = 30) -> None:
         none = dict.fromkeys(COUNTED, 0)

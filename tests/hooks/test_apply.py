@@ -1,4 +1,4 @@
-"""Which of SGLang's functions are hooked on which machine, and when."""
+"""Tests of which functions of SGLang are hooked on which machine, and when."""
 
 import inspect
 import pkgutil

@@ -1,4 +1,4 @@
-"""Who may draft, what may verify, and how many drafts: refusals of speculative decoding that no table has."""
+"""Tests of refusals of speculative decoding that no table has: who may draft, what may verify, and how many drafts."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What only a loaded model shows of its sparse layers ends the start, before any request."""
+"""Tests of faults in sparse layers that only a loaded model shows: they end the start, before any request."""
 
 import json
 from pathlib import Path

@@ -33,7 +33,7 @@ COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}
 
 @dataclass(frozen=True)
 class Trigger:
-    """What makes one limit refuse.
+    """Settings that make one limit refuse.
 
     Attributes:
         limit: its name.

@@ -1,4 +1,4 @@
-"""Which servers have SGLang's CUDA graphs of prefill, and which steps may replay them."""
+"""Tests of SGLang's CUDA graphs of prefill: the servers that have them, and the steps that may replay them."""
 
 import json
 from types import SimpleNamespace

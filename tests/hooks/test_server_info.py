@@ -21,12 +21,12 @@ DENSE = {"max_total_num_tokens": 4096}
 
 
 def launched(*infos: dict[str, object]) -> tuple[object, ...]:
-    """What SGLang returns of a start, as far as it is read."""
+    """Return SGLang's result of a start, as far as it is read."""
     return None, SchedulerInitResult(scheduler_infos=list(infos))
 
 
 def of_controller(*reports: dict[str, object]) -> dict[str, object]:
-    """What a controller tells the main process of its schedulers."""
+    """Return the report of its schedulers that a controller gives the main process."""
     info: dict[str, object] = dict(DENSE)
     controller: Any = SimpleNamespace(_scheduler_init_infos=list(reports))
     report_replicas(info, controller)

@@ -182,7 +182,7 @@ def test_flat_and_steep_distributions(factor: float, implementation: str, device
 
 @pytest.mark.parametrize("implementation", ["triton", CUDA])
 def test_a_block_that_holds_nearly_all(implementation: str, device: str) -> None:
-    """What the newest block holds is exact however far the other blocks lie below it."""
+    """The newest block's mass is exact however far the other blocks lie below it."""
     arguments = make(replace(EVEN, lengths=(300,), width=0, sm_scale=1.0), device)
     arguments["k_cache"][arguments["last_slots"][0]] = 32 * arguments["q"][0].mean(dim=0)
     arguments["q"][:] = arguments["q"].mean(dim=1, keepdim=True)

@@ -118,7 +118,7 @@ def test_rows_take_turns_where_the_scratch_is_small(rows: int, run: Run, monkeyp
 
 @pytest.mark.parametrize(("kind", "sign"), [(KINDS[0], 1.0), (KINDS[0], -1.0), (KINDS[3], 1.0)], ids=str)
 def test_logits_that_rise_or_fall_without_end(kind: Kind, sign: float, run: Run) -> None:
-    """What was summed up before is lowered again and again, and differs between the warps and the splits."""
+    """Earlier sums are lowered again and again, and differ between the warps and the splits."""
     heads, dtype, _ = kind
     for step in (0.02, 0.4, 3.0):
         arguments = make(Case((900,), 16, heads, 64, dtype, dtype, sm_scale=1.0), "cpu")

@@ -148,7 +148,7 @@ def check_last_layer(step: dict[str, Any], query: torch.Tensor, output: torch.Te
 
 
 def counted(step: dict[str, Any]) -> list[int]:
-    """What the selections of a step add to its counters."""
+    """Return the amounts that the selections of a step add to its counters."""
     _, counts = step["selected"]
     held = step["n_pages"].sum() * counts.shape[1]
     return [len(step["k_caches"]) * int(count) for count in (counts.count_nonzero(), counts.sum(), held)] + [0]

@@ -88,7 +88,7 @@ NAMES = pytest.mark.parametrize("name", OPS)
 
 
 def results(name: str, device: str, order: list[int]) -> list[list[torch.Tensor]]:
-    """What an operation finds for each row of a batch whose rows are those of its case in this order."""
+    """Run an operation on the rows of its case in this order; return the results of each row."""
     run, module, case, by_row = OPS[name]
     arguments = module.make(case, device)
     picked = {key: arguments[key][order].contiguous() for key in by_row}
@@ -101,7 +101,7 @@ def results(name: str, device: str, order: list[int]) -> list[list[torch.Tensor]
 def _meant(
     name: str, part: torch.Tensor, parts: tuple[torch.Tensor, ...], place: int, held: Any, row: int
 ) -> torch.Tensor:
-    """What of a row's result is written."""
+    """Return the part of a row's result that is written."""
     if name == "kt_select":
         return part[:, : int(parts[1][place].max())] if part.dim() == 2 else part
     return part[..., : int(held[row])] if name in ("page_score", "page_vote", "window_score", "block_mass") else part

@@ -28,7 +28,7 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def run(implementation: Any, arguments: dict[str, Any], **options: Any) -> Found:
-    """What one implementation writes into poisoned results, and what it counts."""
+    """Run one implementation into poisoned results; return these and its counters."""
     logits, topk = arguments["logits"].clone(), arguments["topk"]
     integers = {"dtype": torch.int32, "device": logits.device}
     positions, counts = torch.full((len(logits), topk), -7, **integers), torch.full((len(logits),), -7, **integers)

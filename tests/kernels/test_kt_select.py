@@ -18,7 +18,7 @@ STEP = Row(8192, 64, 8184, 504)
 
 
 def run(arguments: dict[str, Any], **more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is selected and counted; places that are left unwritten are -1."""
+    """Return the selection and its counters; places that are left unwritten are -1."""
     q, table = arguments["q"], arguments["block_table"]
     shape = len(q), arguments["summary"].shape[1], table.shape[1]
     options = {"dtype": torch.int32, "device": q.device}

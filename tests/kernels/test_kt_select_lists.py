@@ -103,7 +103,7 @@ def test_padded_and_dense_rows_have_no_request(implementation: Any, device: str)
 
 @BOTH
 def test_stats_count_as_those_of_the_page_selection(implementation: Any, device: str) -> None:
-    """Which is told of the same rows that all their blocks are visible."""
+    """The page selection is told that all blocks of the same rows are visible."""
     rows = (Row(100, 10, 80, 30), Row(50, 0, 40, 5), Row(0), Row(0, 4), Row(8, 16), Row(90, 7))
     arguments = make(Case(rows, heads=3), device)
     stats, expected = (torch.tensor([1, 2, 3, 4], device=device) for _ in "12")

@@ -158,7 +158,7 @@ def test_queries_of_zero_and_of_nan(implementation: Any, device: str) -> None:
 
 @pytest.mark.parametrize("implementation", [run_reference, run_kernels])
 def test_logits_far_apart_keep_their_order(implementation: Any, device: str) -> None:
-    """Where most probabilities are 0 in float32."""
+    """The order holds where most probabilities are 0 in float32."""
     arguments = make(Case((Row(30),), 1, 1, 64, 16, FP16, FP16), device, local_pages=0)
     arguments["sm_scale"] = 20.0
     got = implementation(arguments)[0, 0].cpu()

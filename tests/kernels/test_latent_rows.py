@@ -140,7 +140,7 @@ def test_nothing_else_is_written(device: str) -> None:
 
 @pytest.mark.parametrize("triton", [False, True])
 def test_a_slot_of_minus_one_is_skipped(triton: bool, device: str) -> None:
-    """What comes before the rows and the last of them, to which -1 could lead, stay."""
+    """The row before the cache and its last row, to which -1 could lead, stay as they were."""
     arguments = make(Case(9, 128, 16, BF16), device)
     around = torch.full((13, row_bytes(128, 16)), 0x55, dtype=torch.uint8, device=device)
     kept = torch.tensor([0, 3, 4, 8], device=device)

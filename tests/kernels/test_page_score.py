@@ -31,7 +31,7 @@ def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
 
 
 def run_emulated(arguments: dict[str, Any], blocks: int = 2, ready: bool = False) -> torch.Tensor:
-    """What the CUDA kernel scores with so many blocks a row; places that it leaves unwritten are -inf."""
+    """Score with the CUDA kernel, so many blocks a row; places that it leaves unwritten are -inf."""
     shape = len(arguments["q"]), arguments["summary"].shape[1], arguments["page_table"].shape[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "blocks_of", lambda *_: blocks)

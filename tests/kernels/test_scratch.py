@@ -1,5 +1,4 @@
-"""What the operations of a decode step allocate beside their results is what their ``scratch_bytes`` say, and may hold
-anything before."""
+"""Tests of the scratch memory of decode operations: it takes ``scratch_bytes``, and may hold anything before."""
 
 from typing import Any
 
@@ -186,7 +185,7 @@ def test_a_batch_that_fills_the_device_needs_nothing(monkeypatch: pytest.MonkeyP
     ids=lambda one: one.__name__.rpartition(".")[2],
 )
 def test_what_nobody_wrote_is_dropped(operation: Any, cases: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `_combine_kernel` loads of unused splits, which initcheck of compute-sanitizer reports."""
+    """`_combine_kernel` loads unwritten results of unused splits, which initcheck of compute-sanitizer reports."""
     case = next(case for case in cases.CASES if not case.gpu_only and 0 in case.lengths)
     # Multiprocessors enough for several splits of each row.
     monkeypatch.setattr(launch, "stand_in", launch.Properties((8, 0), 132, 166912))

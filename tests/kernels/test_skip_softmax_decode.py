@@ -147,7 +147,7 @@ def test_without_a_threshold_it_is_dense_attention(
 
 @RUNS
 def test_a_large_threshold_leaves_the_sink_and_local_blocks(run: Any, device: str) -> None:
-    """Where they hold the largest logits. Values of others are not read; one query head is enough to keep a block."""
+    """These blocks hold the largest logits. Values of others are not read; one query head is enough to keep a block."""
     arguments, stats = with_factor(make(PLAIN, device), INF), counts(device)
     slots, q = row_slots(arguments, 0, 500), arguments["q"][0]
     arguments["k_cache"][slots] = 0.0

@@ -29,7 +29,7 @@ on_cpu = emulated((cuda.SOURCE, "skip_softmax_decode", cuda.defines(*kind)) for 
 
 @pytest.fixture
 def run(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
-    """What the kernel gives; the results that splits hand on are NaN before, as is the output."""
+    """Return a function that runs the kernel; its output and the results of splits are NaN before."""
 
     def call(arguments: dict[str, Any], processors: int = 4, **more: Any) -> torch.Tensor:
         q, empty = arguments["q"], torch.empty
@@ -81,7 +81,7 @@ def test_it_equals_the_reference(kind: Any, processors: int, run: Any, device: s
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64])
 def test_any_page_size_and_strides(page_size: int, run: Any, device: str) -> None:
-    """What lies past a row in the page table names no page; caches and queries lie among others."""
+    """Page table entries past a row name no page, and caches and queries are slices of larger tensors."""
     arguments = make(replace(case_of(KINDS[0], (500, 130)), page_size=page_size, k_scale=0.5, v_scale=2.0), device)
     expected = expected_of(arguments)
     arguments["page_table"] = garbled_table(arguments)
@@ -99,7 +99,7 @@ def test_rows_that_attend_densely(kind: Any, run: Any, device: str) -> None:
 
 
 def test_what_is_skipped_is_not_read(run: Any, device: str) -> None:
-    """Where the first and the newest blocks hold the largest logits: values of others may be anything."""
+    """Values of skipped blocks may be anything while the first and the newest blocks hold the largest logits."""
     kind = KINDS[2]
     arguments, stats = with_factor(make(case_of(kind, (1100, 500)), device), INF), counts(device)
     for row, length in enumerate((1100, 500)):

@@ -135,7 +135,7 @@ def test_what_is_skipped_depends_neither_on_tiles_nor_on_splits(device: str) -> 
 def test_without_a_threshold_it_is_dense_attention(
     run: Any, page_size: int, heads: int, factor: float, device: str
 ) -> None:
-    """What ``sparse_mla_decode`` gives of all pages."""
+    """The output is that of ``sparse_mla_decode`` over all pages."""
     case = replace(PLAIN, lengths=(300,), page_size=page_size, heads=heads, factor=factor)
     arguments, stats = make(case, device), counts(device)
     pages = arguments["page_table"][:, None, : int(arguments["n_pages"][0])].contiguous()

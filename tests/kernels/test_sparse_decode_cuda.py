@@ -30,7 +30,7 @@ on_cpu = emulated((cuda.SOURCE, "sparse_decode", cuda.defines(*kind)) for kind i
 
 @pytest.fixture
 def run(on_cpu: None) -> Callable[..., torch.Tensor]:
-    """What the kernel gives; the output is NaN before."""
+    """Return a function that runs the kernel; the output is NaN before."""
 
     def call(arguments: dict[str, Any]) -> torch.Tensor:
         q = arguments["q"]
@@ -70,7 +70,7 @@ def test_it_equals_the_reference(kind: Any, run: Any, device: str) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64])
 def test_any_page_size_and_strides(page_size: int, run: Any, device: str) -> None:
-    """What lies past the counts names no page; caches and queries lie among others."""
+    """Indices past the counts name no page, and caches and queries are slices of larger tensors."""
     arguments = make(case_of(KINDS[0], (300, 70), page_size=page_size), device)
     expected = expected_of(arguments)
     beyond = torch.arange(arguments["indices"].shape[2], device=device) >= arguments["counts"][..., None]

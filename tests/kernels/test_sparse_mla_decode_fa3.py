@@ -40,7 +40,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> FA3:
 
 @pytest.fixture
 def no_fa3() -> Iterator[None]:
-    """What was imported is forgotten before and after."""
+    """Forget the imported FA3 before and after a test."""
     fa3.attention.cache_clear()
     yield
     fa3.attention.cache_clear()

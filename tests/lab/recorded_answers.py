@@ -75,7 +75,7 @@ def plain(value: Any) -> Any:
 
 
 def record(name: str, model: str, flags: tuple[str, ...], logs: Path) -> dict[str, Any]:
-    """What a server answers and counts."""
+    """Start a server and ask it; return its answers and counters."""
     params = {"max_new_tokens": 48, "temperature": 0.0, "ignore_eos": True}
     with ServerProcess(MODELS / model, *FLAGS, *flags, log_path=logs / f"{name}.log".replace(" ", "-")) as server:
         found: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def record(name: str, model: str, flags: tuple[str, ...], logs: Path) -> dict[st
 
 
 def differences(before: Any, after: Any, at: str) -> list[str]:
-    """Where two records differ, a line each."""
+    """Return the differences between two records, a line each."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = [*before, *(key for key in after if key not in before)]
         return [line for key in keys for line in differences(before.get(key), after.get(key), f"{at}.{key}")]

@@ -1,4 +1,4 @@
-"""What the kernel benchmarks refuse before anything is measured."""
+"""Tests of the kernel benchmarks' refusals, before anything is measured."""
 
 from pathlib import Path
 from types import ModuleType

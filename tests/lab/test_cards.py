@@ -1,4 +1,4 @@
-"""What is said of the tiny models: the layers of a calibration, which weights a file is of, and its verdict."""
+"""Tests of the cards of the tiny models: the layers of a calibration, the weights of a file, and its verdict."""
 
 import json
 from pathlib import Path

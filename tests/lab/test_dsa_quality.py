@@ -1,4 +1,4 @@
-"""What ``bench_dsa`` says of selections: who agrees with whom, and what is wrong, stale or not always the same."""
+"""Tests of ``bench_dsa``'s report on selections: who agrees with whom; those wrong, stale or not always the same."""
 
 from dataclasses import replace
 from functools import partial
@@ -104,7 +104,7 @@ def test_how_two_selections_differ() -> None:
 
 
 def agreement(shape: Shape, op: str, found: Machine, most: int, replays: int) -> dict[str, Any]:
-    """How the selections of all differ from SGLang's, by who made them; whether replays chose the same tokens."""
+    """Return, by name, how each selection differs from SGLang's, and whether replays chose the same tokens."""
     step = Step(shape, op, found.device, 2)
     judge = Judge(step, samples(step, most), replays)
     rows = {}

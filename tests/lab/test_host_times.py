@@ -1,4 +1,4 @@
-"""How long the host is busy in the hooks: exclusive times, and a real server that says them."""
+"""Tests of the time that hooks take on the host: exclusive times, and a real server that reports them."""
 
 import sys
 from pathlib import Path

@@ -8,7 +8,7 @@ from eval.lab.tables.identities import identities, judged
 
 
 def line(noise: float, gap: float, kv: str = "auto", backend: str = "flashmla", **more: Any) -> dict[str, Any]:
-    """What the table takes from a file with one answer that differs."""
+    """Return the data that the table takes from a file with one answer that differs."""
     served = {"model_path": "m", "sparse_method": "robsa", "attention_backend": backend, "kv_cache_dtype": kv}
     return {**served, "noise": noise, "gaps": [gap], "mean_kl": 0.001, "sparse_path_proven": True, **more}
 

@@ -1,4 +1,4 @@
-"""What the peers of the kernel benchmark are given to work on, seen by stand-ins of their libraries in plain torch."""
+"""Tests of the inputs that peers of the kernel benchmark get, seen by stand-ins of their libraries in plain torch."""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from eval.lab.kernels.kernel_table import TABLE
 
 
 def paged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: list[int]) -> Any:
-    """What FA3 and FlashInfer compute, in plain torch: ``[N, H, d]``."""
+    """Compute attention as FA3 and FlashInfer do, in plain torch: ``[N, H, d]``."""
     out = []
     for entry, tokens in enumerate(lengths):
         keys, values = (cache[table[entry].long()].flatten(0, 1)[:tokens].float() for cache in (k, v))

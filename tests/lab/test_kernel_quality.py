@@ -28,7 +28,7 @@ def step() -> Step:
 
 
 def judged(step: Step, op: str, output: torch.Tensor | None) -> dict[str, float]:
-    """What an output is worth, as one of dense attention by a library or of this project's operation."""
+    """Return the quality of an output, as one of dense attention by a library or of this project's operation."""
     one = BY.get(op) or Implementation(op, "somebody", exact)
     return quality(step, samples(step), one, output)
 

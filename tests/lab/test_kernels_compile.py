@@ -1,4 +1,4 @@
-"""What kernels take of GPUs that are not there, and what is in their code: spills, loads, conversions, products."""
+"""Tests of kernels compiled for absent GPUs: resources, and spills, loads, conversions and products in code."""
 
 import os
 import subprocess

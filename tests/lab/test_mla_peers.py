@@ -1,4 +1,4 @@
-"""What the peers of the benchmark of MLA layers are given to work on, seen by stand-ins of their libraries."""
+"""Tests of the inputs that peers of the MLA layer benchmark get, seen by stand-ins of their libraries."""
 
 import sys
 from dataclasses import replace
@@ -25,7 +25,7 @@ def attention(q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, latent:
 
 
 def paged(q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, scale: float) -> Any:
-    """What FlashMLA and FA3 compute of ``[N, H, d]`` queries over ``[pages, size, 1, d]``, value dimensions first."""
+    """Attend as FlashMLA and FA3 do: ``[N, H, d]`` queries over ``[pages, size, 1, d]``, value dimensions first."""
     out = []
     for row, tokens in enumerate(lengths.tolist()):
         slots = (table[row, :, None] * pages.shape[1] + torch.arange(pages.shape[1])).flatten()[:tokens]

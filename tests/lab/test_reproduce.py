@@ -78,7 +78,7 @@ def parsed(command: Command, folder: Path) -> argparse.Namespace:
 
 
 def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
-    """What a command's rows will have, by field; what its inputs come from says more than it does."""
+    """Return the values that a command's rows will have, by field; commands that it takes inputs from add theirs."""
     args, module = parsed(command, folder), command.module
     found = {name: value if isinstance(value, list) else [value] for name, value in vars(args).items()}
     if module == "eval.lab.bench_kernels":

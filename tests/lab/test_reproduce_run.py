@@ -21,7 +21,7 @@ from eval.live.record import read_rows
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where results go, on a machine that has a GPU, SGLang and a command called stub_bench."""
+    """Set up a machine with a GPU, SGLang and a command called stub_bench; return the folder for results."""
     (tmp_path / "stub_bench.py").write_text(STUB)
     (tmp_path / "stub_server.py").write_text(SERVER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -40,7 +40,7 @@ def run(folder: Path, legs: list[Leg], *arguments: str) -> int:
 
 
 def outcomes(text: str) -> list[str]:
-    """What was printed above the goals, without the seconds."""
+    """Return the lines printed above the goals, without the seconds."""
     above = text.split("\n| id |", maxsplit=1)[0].strip()
     return [re.sub(r"\d+(\.\d)? s", "N s", line) for line in above.splitlines()]
 

@@ -89,7 +89,7 @@ def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
 
 
 def wrong_with(cell: Cell, proof: str) -> Iterator[str]:
-    """What is wrong with a leg as the proof of a cell."""
+    """Yield the faults of a leg as the proof of a cell."""
     legs, done = [leg for leg in LEGS if leg.name == proof], result_files(RESULTS)
     if not legs:
         yield "there is no such test and no such leg"

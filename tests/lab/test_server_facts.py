@@ -1,4 +1,4 @@
-"""What a server runs on: told by itself, or seen on this machine, or not known."""
+"""Tests of the facts about a server's machine: told by the server, seen on this machine, or not known."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a prefill that is skipped leaves out of a model; for the rest see test_structured_server.py."""
+"""Tests of the parts of a model that a skipped prefill leaves out; for the rest see test_structured_server.py."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a DSA server refuses before it takes memory: each with one message that says what is allowed."""
+"""Tests of a DSA server's refusals before it takes memory: each is one message that states the allowed choices."""
 
 import json
 import shutil

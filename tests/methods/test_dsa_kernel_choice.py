@@ -1,4 +1,4 @@
-"""Which kernels DSA runs, over a table of machines, and what is refused by name."""
+"""Tests of the kernels that DSA runs, over a table of machines, and of refusals by name."""
 
 import json
 from dataclasses import replace

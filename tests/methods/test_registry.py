@@ -1,4 +1,4 @@
-"""Where the names of methods come from."""
+"""Tests of the sources of methods' names."""
 
 from pathlib import Path
 

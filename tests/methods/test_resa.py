@@ -21,7 +21,7 @@ SHAPE = ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM, torch.float32)
 
 
 def logits(config: Any, query: torch.Tensor, keys: torch.Tensor) -> float:
-    """What the tokens of a page, ``[tokens, dim]``, can weigh for a query, by what is kept of them."""
+    """Return the logit that the tokens of a page, ``[tokens, dim]``, can have for a query, by their summary."""
     if config.summary == "minmax":
         return float(torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum() * SCALE)
     written = torch.ones(1, len(keys), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What a RoBSA server refuses before it takes memory: each with one message that says what is allowed."""
+"""Tests of a RoBSA server's refusals before it takes memory: each is one message that states the allowed choices."""
 
 import json
 from types import SimpleNamespace

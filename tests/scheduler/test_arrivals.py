@@ -1,4 +1,4 @@
-"""What a decode server of a pair takes over: where its exact KV ends, and what of it others may share."""
+"""Tests of requests that a decode server of a pair takes over: where exact KV ends, and which part others may share."""
 
 from types import SimpleNamespace
 from typing import Any

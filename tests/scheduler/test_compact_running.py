@@ -192,7 +192,7 @@ def test_a_server_that_does_not_compact_does_nothing() -> None:
 
 
 def test_a_step_that_sglang_leaves_out_lets_go_of_nothing() -> None:
-    """Where memory is short there is no batch for a while."""
+    """SGLang has no batch for a while where memory is short."""
     server = Server()
     request = server.prefill(208)
     server.cached(request)

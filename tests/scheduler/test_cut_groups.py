@@ -1,4 +1,4 @@
-"""What requests keep of prompts whose groups passes may cut, from pass to pass, and when it ends."""
+"""Tests of the state kept from pass to pass for prompts with groups that passes may cut, and of its end."""
 
 import weakref
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How many tokens a round drafts: what its time pays for, by how often drafts were right of late."""
+"""Tests of the number of tokens that a round drafts: as many as its time pays for, by the recent rate of right ones."""
 
 import pytest
 import torch

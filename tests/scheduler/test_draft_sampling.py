@@ -48,7 +48,7 @@ def info_of(rows: Sequence[dict[str, float]]) -> Any:
 
 
 def distribution(logits: torch.Tensor, temperature: float, top_k: float, top_p: float, min_p: float) -> list[float]:
-    """What one row is sampled from, a token at a time."""
+    """Return the distribution that one row is sampled from, computed token by token."""
     weights = (logits.double() / temperature).softmax(-1).tolist()
     ordered = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
     before, kept = 0.0, [0.0] * len(weights)

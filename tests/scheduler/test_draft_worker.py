@@ -29,7 +29,7 @@ WEIGHTS = torch.randn(97, VOCABULARY, generator=torch.Generator().manual_seed(0)
 
 
 def logits_of(tokens: Sequence[int], sparse: bool = False) -> torch.Tensor:
-    """What follows a text; of a sparse pass by its last five tokens alone, so that it is often another."""
+    """Return the logits behind a text; a sparse pass sees its last five tokens alone, so its best one often differs."""
     seen = tokens[-5:] if sparse else tokens
     place = sum(seen) if sparse else sum((7 + position) * token for position, token in enumerate(seen))
     return WEIGHTS[-1] + (0.3 if sparse else 1.0) * WEIGHTS[place % 96]
@@ -88,7 +88,7 @@ def info_of(sampled: Sequence[bool]) -> Any:
 
 
 def plain(sampled: Sequence[bool]) -> list[list[int]]:
-    """What dense steps alone generate, a token of a row at a time."""
+    """Return the tokens that dense steps alone generate, one token of one row at a time."""
     outputs = []
     for prompt, seed, one in zip(PROMPTS, SEEDS, sampled, strict=True):
         text = list(prompt)

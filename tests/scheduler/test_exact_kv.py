@@ -204,7 +204,7 @@ def self_drafts() -> CustomSpecAlgo:
 
 
 def test_a_round_moves_the_exact_length_to_what_it_wrote(self_drafts) -> None:
-    """What is kept of it was written by its dense pass; SGLang commits no more than that."""
+    """A round's exact KV is what its dense pass wrote; SGLang commits no more than that."""
     one = request()
     follow("extend", [one], [700], [512], algorithm=self_drafts)
     assert exact(one, 700) == 700

@@ -1,4 +1,4 @@
-"""Which rows share a rectifying pass: by hand what FlashAttention-3 takes for them, and every row in one pass."""
+"""Tests of the rows that share a rectifying pass: FlashAttention-3's time by hand, and every row in one pass."""
 
 import pytest
 import torch

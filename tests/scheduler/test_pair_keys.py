@@ -41,7 +41,7 @@ def tree(request, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def insert(tree: Any, tokens: array, positions: int) -> None:
-    """What a request checkpoints of these positions: pairs, in pages of its own. Other tests may have set our hooks."""
+    """Insert pairs of the first positions, in new pages, as a request does. Other tests may have set our hooks."""
     slots = tree.token_to_kv_pool_allocator.alloc(positions)
     key = RadixKey(tokens[: positions + 1], is_bigram=True)
     assert len(key) == positions

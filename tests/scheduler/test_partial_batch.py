@@ -1,4 +1,4 @@
-"""What the passes of a step tell SGLang of positions and images, for models with M-RoPE."""
+"""Tests of the positions and images that the passes of a step give SGLang, for models with M-RoPE."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which rows a step rectifies: deadlines are kept, and few steps carry a second pass."""
+"""Tests of the rows that a step rectifies: deadlines are kept, and few steps carry a second pass."""
 
 import random
 from types import SimpleNamespace

@@ -30,7 +30,7 @@ MOST_FAILURES = 20
 
 @dataclass(frozen=True)
 class Block:
-    """What one process runs.
+    """The work of one process.
 
     Attributes:
         first: the first seed.

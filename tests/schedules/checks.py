@@ -1,4 +1,4 @@
-"""What must hold between two iterations of the event loop."""
+"""Checks of the invariants between two iterations of the event loop."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def check_exact_lengths(engine: Engine) -> None:
 
 
 def exact_len(request: Any) -> int:
-    """How much of its KV is exact, and its own: a verification writes more than it commits."""
+    """Return the length of a request's exact and committed KV: a verification writes more than it commits."""
     exact, committed = exact_kv.shareable_len(request), committed_len(request)
     return committed if exact is None else min(exact, committed)
 

@@ -1,4 +1,4 @@
-"""What a request must hold that has let go of its prompt, by a copy made when it did so."""
+"""Checks of requests that have let go of their prompts, against copies made when they did so."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class StopLoop(BaseException):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the scheduler is started.
+    """Options that the scheduler is started with.
 
     Attributes:
         overlap: SGLang's overlap schedule.

@@ -29,7 +29,7 @@ DISTURBANCES = {"nothing": 85, "abort": 3, "retract": 7, "evict": 5}
 
 @dataclass
 class Counts:
-    """What happened in a schedule, or in several.
+    """Counts of the events in a schedule, or in several.
 
     ``full_pools`` counts the retractions that were not forced, ``evictions`` the tokens that were evicted by command,
     ``made_room`` those that SGLang evicted by itself, and ``prompts_evicted`` the prompts of which the tree evicted

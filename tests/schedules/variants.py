@@ -1,4 +1,4 @@
-"""What engines the schedules are run on: options that are not the default, by what they are for."""
+"""Engine options of the schedules: those that are not the default, by purpose."""
 
 from __future__ import annotations
 

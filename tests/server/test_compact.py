@@ -36,7 +36,7 @@ POOL, LONG = 3584, 1504
 
 
 def kept(server: ServerProcess) -> dict[str, int]:
-    """What became of prompts so far."""
+    """Return the counters of kept and compacted prompts."""
     return sparse_state(server)["kept"]
 
 
@@ -69,7 +69,7 @@ def long() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(serve, some, long) -> tuple[list[list[int]], list[list[int]]]:
-    """What visibility answers."""
+    """Return the answers with eviction by visibility."""
     with serve(MODEL, *FLAGS, method="rocketkv", config=CONFIG) as server:
         return greedy(server, some, TOKENS), greedy(server, long, 3 * TOKENS, at_once=2)
 

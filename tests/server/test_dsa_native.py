@@ -34,7 +34,7 @@ PASSING = re.compile(r"INFO: |Prefill batch|Decode batch|it/s|server_args=")
 
 
 def lines(server: ServerProcess) -> set[str]:
-    """What a server's processes say, without numbers."""
+    """Return the log lines of a server's processes, without numbers."""
     kept = [line for line in settled_log(server).splitlines() if not PASSING.search(line)]
     return {re.sub(r"-?\d+(\.\d+)?(e-\d+)?", "N", line).strip() for line in kept}
 

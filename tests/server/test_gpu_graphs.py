@@ -37,7 +37,7 @@ DRAFTS = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-pa
 def test_decode_is_as_likely_as_in_prefill(
     serve, method: str, model: str, backend: str, page: str, drafts: tuple[str, ...]
 ) -> None:
-    """What was generated, dense and sparse, has the log-probabilities of a prompt that ends in it."""
+    """Tokens generated dense and sparse have the log-probabilities of a prompt that ends in them."""
     flags = (*FLAGS, "--attention-backend", backend, "--page-size", page, *drafts)
     with serve(MODELS / model, *flags, method=method, config=METHODS[method]) as server:
         for noise in (60, 200):

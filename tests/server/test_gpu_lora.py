@@ -37,7 +37,7 @@ ADAPTERS = ((1, "a"), (2, "b"))
 def test_decode_is_as_likely_as_in_prefill(
     serve, tmp_path: Path, method: str, model: str, backend: str, kernels: str, more: tuple[str, ...]
 ) -> None:
-    """What a batch of several adapters generated has the log-probabilities of prompts that end in it."""
+    """Tokens that a batch of several adapters generated have the log-probabilities of prompts that end in them."""
     made = [f"{name}={random_adapter(tmp_path / name, MODELS / model, seed, 8 * seed)}" for seed, name in ADAPTERS]
     page = str(METHODS[method].get("page_size", 16))
     flags = (*FLAGS, "--attention-backend", backend, "--lora-backend", kernels, "--page-size", page, *more)

@@ -1,4 +1,4 @@
-"""What a sparse server says of its GPU memory is what the allocator says."""
+"""Tests that a sparse server reports the GPU memory that the allocator reports."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -71,7 +71,7 @@ def test_layers_that_leave_nothing_out_are_dense(server, family) -> None:
 
 
 def test_each_layer_has_its_rule(server, family) -> None:
-    """What a request leaves to one rule alone adds up to what all of them leave out."""
+    """The pairs that a request leaves out by one rule alone add up to those left out by all rules."""
     state = sparse_state(server)["prefill"]
     assert [(part["method"], part["layers"]) for part in state["parts"]] == [
         ("anchor", [1]),

@@ -134,7 +134,7 @@ def test_a_batch_answers_as_each_request_alone(serve, adapters, name: str) -> No
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_batch_rectifies_is_of_each_rows_adapter(serve, adapters, name: str) -> None:
-    """What the prefix cache gets of generated tokens equals a recomputation with the adapter of their request."""
+    """KV of generated tokens in the prefix cache equals a recomputation with the adapter of their request."""
     with started(serve, adapters, name, rectify_interval=7) as server:
         all_at_once(server)
         assert sparse_state(server)["rectified_tokens"] > 0

@@ -110,7 +110,7 @@ def test_latent_drafts_are_verified(serve) -> None:
 
 
 def ends(answer: dict[str, Any]) -> tuple[object, ...]:
-    """What a client sees of an end."""
+    """Return the parts of an answer that show a client how it ended."""
     info = answer["meta_info"]
     return answer["text"], answer["output_ids"], info["finish_reason"], info["completion_tokens"]
 
@@ -132,7 +132,7 @@ def test_an_end_in_the_middle_of_a_round(server, dense, some, outputs) -> None:
 
 
 def test_the_end_of_the_context(server, dense) -> None:
-    """What is drafted behind it has no position that the model knows."""
+    """Drafts beyond the context have positions that the model does not know."""
     for left in (7, 12):
         (prompt,) = random_prompts(left, [CONTEXT - left])
         wanted = {**GREEDY, "max_new_tokens": left}

@@ -1,4 +1,4 @@
-"""What the table of features says a method goes with, on real servers: answers stay the same, and they are sparse."""
+"""Tests on real servers of the features that tables say a method goes with: answers stay the same, and are sparse."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Start:
         return found
 
     def shows(self) -> set[Cell]:
-        """What of the tables of features is true where this server answers as it should."""
+        """Return the cells of the feature tables that are true if this server answers as it should."""
         label = self.method.label
         flags = {row_of(flag) for flag in support_matrix.FLAGS if flag.items() <= self.flags.items()}
         found = {Cell(row, label) for row in flags}
@@ -187,7 +187,7 @@ def test_every_yes_of_the_tables_is_shown() -> None:
 
 
 def read_events(sub: zmq.Socket[bytes]) -> list[KVCacheEvent]:
-    """What a server has published until nothing more comes for a second."""
+    """Return the events that a server has published, up to a second without one."""
     found = []
     while sub.poll(1_000):
         found += msgspec.msgpack.decode(sub.recv_multipart()[-1], type=KVEventBatch).events

@@ -54,7 +54,7 @@ def states(server: ServerProcess) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(serve) -> Callable[[str], list[dict[str, Any]]]:
-    """What one scheduler answers with a method."""
+    """Return a function that gives one scheduler's answers with a method."""
 
     @cache
     def answered(name: str) -> list[dict[str, Any]]:

@@ -253,7 +253,7 @@ def test_hidden_states_are_those_of_each_generated_token(serve) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["resa and anchor", "rocketkv", "skip_softmax", "windows"])
 def test_the_canary_finds_no_damage(serve, name: str, tmp_path) -> None:
-    """What is rewritten by a rectifying pass, and read by the next turn."""
+    """The KV that a rectifying pass rewrites and the next turn reads is not damaged."""
     method, config, prefill = approximate.METHODS["resa" if name == "windows" else name]
     model = random_windowed(tmp_path, "Mellum", 64) if name == "windows" else approximate.model_of(name)[0]
     unchecked, config = {"check_exactness": False}, {**config, "check_exactness": False, "rectify_interval": 7}

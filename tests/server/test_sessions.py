@@ -26,7 +26,7 @@ PLAIN: list[dict[str, Any] | None] = [None, None, None]
 
 @contextmanager
 def session(server: ServerProcess, name: str = "talk", *, streaming: bool = True) -> Iterator[dict[str, Any]]:
-    """What a request gives to be the next turn of a streaming session, or to keep its KV in the radix tree."""
+    """Open a session; yield the fields of a request that is its next turn, or that keeps its KV in the radix tree."""
     given = {"session_id": name, "capacity_of_str_len": 4096, "streaming": streaming}
     assert server.client.post("/open_session", json=given).json() == name
     yield {"session_params": {"id": name}} if streaming else {"session_id": name}

@@ -30,7 +30,7 @@ FIELDS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal", "bl
 
 
 def counted(server: ServerProcess, before: dict[str, int] | None = None) -> dict[str, int]:
-    """What prefill has counted, since ``before`` if given."""
+    """Return the counts of prefill, since ``before`` if given."""
     found = sparse_state(server)["prefill"]
     return {name: found[name] - (before[name] if before else 0) for name in FIELDS}
 

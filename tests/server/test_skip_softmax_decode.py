@@ -52,7 +52,7 @@ def factor(**phases: float) -> dict[str, Any]:
 
 
 def spent(server: ServerProcess, before: dict[str, int] | None = None) -> dict[str, int]:
-    """What was counted, since ``before`` if given."""
+    """Return the counts, since ``before`` if given."""
     state = sparse_state(server)
     found = {name: state[name] for name in COUNTS}
     found |= {f"prefill_{name}": state["prefill"][name] for name in PREFILL_COUNTS if "prefill" in state}

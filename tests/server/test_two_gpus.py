@@ -63,9 +63,9 @@ def pair(serve, checkpoint, alone) -> Iterator[Any]:
 
 
 def test_tokens_are_as_likely_as_on_one_gpu(pair, asked, alone) -> None:
-    """Where two pages score alike, rounding decides which is selected, which moves a token of this random model far.
+    """Rounding decides between pages that score alike, and another page moves a token of this random model far.
 
-    So that sparse attention is held to the mean difference, and dense attention, which selects nothing, to the largest.
+    So sparse attention is held to the mean difference, and dense attention, which selects nothing, to the largest.
     """
     sparse, same = [], 0
     for prompt, one in zip(asked, alone, strict=True):

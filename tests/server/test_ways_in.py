@@ -57,7 +57,7 @@ def ask(server: ServerProcess, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the main process's own tokenizer answers, sparse and dense."""
+    """Return the answers through the main process's own tokenizer, sparse and dense."""
     with ForkedServer(MODEL, *FLAGS, log_path=tmp_path_factory.mktemp("expected") / "log") as server:
         found = [ask(server), ask(server, sparse=False)]
         assert found[0]["output_ids"] != found[1]["output_ids"] and not found[1]["meta_info"]["cached_tokens"]

@@ -1,4 +1,4 @@
-"""What the tests of anchor attention share: its two implementations, and a pass in pieces."""
+"""Code shared by tests of anchor attention: its two implementations, and a pass in pieces."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -160,6 +160,6 @@ def cut_prompt(case: cases.Case, device: str) -> tuple[dict[str, Any], int]:
 
 
 def put(masks: Iterator[torch.Tensor], keys: torch.Tensor, first: int, _: int) -> torch.Tensor:
-    """What stands before a block, with the next mask in the place of the keys that follow the first block."""
+    """Return the keys attended before a block, with the next mask instead of those that follow the first block."""
     mask = next(masks)
     return torch.cat([keys[..., :first], mask.view(*keys.shape[:2], -1), keys[..., first + mask.shape[1] :]], -1)

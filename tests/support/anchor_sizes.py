@@ -64,7 +64,7 @@ def least_gaps(
 
 
 def masses(arguments: dict[str, Any], group: int) -> torch.Tensor:
-    """What the first queries of a group, of each number, attend to of the keys that may be left out.
+    """Return the attention of a group's first n queries to each key that may be left out, for each n.
 
     ``[Hq, queries + 1, candidates]``.
     """
@@ -100,7 +100,7 @@ class Measured:
         return 1 - lost / (2 * (self.length - GROUP)), left_out / pairs
 
     def differences(self, parts: list[tuple[int, int, torch.Tensor]]) -> list[float]:
-        """How much more than in one piece is kept, for each threshold."""
+        """Return the recall minus that in one piece, for each threshold."""
         return [self.recall(parts, theta)[0] - self.recall(self.whole, theta)[0] for theta in self.thetas]
 
 

@@ -180,10 +180,10 @@ def _qwen3_vl_processor(path: Path) -> None:
 def by_transformers(
     folder: Path, *images: Any, video: Any = None, **config: Any
 ) -> Callable[[list[int], list[int]], list[float]]:
-    """What gives tokens behind a prompt their log-probabilities, in one pass; ``config`` overrides the checkpoint's.
+    """Return a function that gives tokens behind a prompt their log-probabilities, in one pass.
 
-    ``images``, of Pillow, are what a prompt shows at its tokens of images, and ``video``, frames with their metadata,
-    at that of a video.
+    ``config`` overrides the checkpoint's. ``images``, of Pillow, are shown at a prompt's tokens of images, and
+    ``video``, frames with their metadata, at that of a video.
     """
     import torch
     import transformers

@@ -53,7 +53,7 @@ def make_tree(kind: str, allocator: Any, table: Any, page_size: int) -> Any:
 
 
 class Server:
-    """What a scheduler has of a server that compacts.
+    """Stub of a server that compacts, with the parts that a scheduler uses.
 
     Args:
         pages: of the KV pool.
@@ -149,7 +149,7 @@ class Server:
         return state.compacted
 
     def attend(self, request: Any) -> list[torch.Tensor]:
-        """What a decode step of its newest token attends to in each layer, as its output."""
+        """Return the attention output of a decode step of a request's newest token, for each layer."""
         state, slots = state_of(request), self.row(request)
         assert state is not None
         plan = plan_decode(self.settings.decode, torch.tensor([len(slots)]), [state.options])

@@ -108,7 +108,7 @@ def emulated(kinds: Iterable[Kind], float16: bool = False) -> Any:
 
 
 def names(kind: Any) -> str:
-    """What tests call a kind."""
+    """Return the name that tests give a kind."""
     return "-".join(map(str, kind)) if isinstance(kind, tuple) else str(kind)
 
 

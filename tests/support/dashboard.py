@@ -1,4 +1,4 @@
-"""What the Grafana dashboard shows, and what a live server exports."""
+"""The metrics that the Grafana dashboard shows, and those that a live server exports."""
 
 import json
 import re

@@ -128,7 +128,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
 
 
 def defined(rows: Rows, model: Model, layer_id: int) -> torch.Tensor:
-    """What the last call should have chosen, from the stored keys, query by query."""
+    """Return the tokens that the last call should have chosen, from the stored keys, query by query."""
     (query, x), buffer = model.calls[-1], rows.pool[layer_id]
     values, scales = index_keys.quantize(query, rotate=False)
     gates = x.double() @ model.weights_proj.weight.double().T * scales * (HEADS**-0.5 * model.softmax_scale)

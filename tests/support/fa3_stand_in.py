@@ -1,4 +1,4 @@
-"""What FA3's ``flash_attn_with_kvcache`` computes for one query a row with a latent part, in plain torch."""
+"""FA3's ``flash_attn_with_kvcache`` for one query a row with a latent part, in plain torch."""
 
 from typing import Any
 

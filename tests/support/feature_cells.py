@@ -1,4 +1,4 @@
-"""What the tables of features say yes to, cell by cell, and which test or leg shows that it is true."""
+"""The cells with a yes in the feature tables, and the test or leg that shows that each is true."""
 
 from __future__ import annotations
 

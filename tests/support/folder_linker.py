@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 
 class Layers:
-    """What is still to be copied of each layer."""
+    """Copies that are still to be made, by layer."""
 
     def __init__(self, count: int):
         self.consumer_index = self.started = -1

@@ -28,7 +28,7 @@ def file_of(manager: "Manager", room: int, part: str) -> Path:
 
 
 def asked_for(manager: "Manager", room: int) -> Path | None:
-    """What a stage of the decode server has of a prompt: the others have as much, and may say so later."""
+    """Return any decode stage's file about its KV of a prompt: the others have as much, and may say so later."""
     return next(file_of(manager, room, "asked").parent.glob(f"{room}-*.asked"), None)
 
 

@@ -45,7 +45,7 @@ def _context() -> ForkServerContext:
 
 
 def _read_again() -> None:
-    """What SGLang reads of the environment while it is imported, of the variables that tests set."""
+    """Read again the variables that tests set and that SGLang reads while it is imported."""
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
@@ -103,7 +103,7 @@ def _run(command: list[str], env: dict[str, str], log: str) -> None:
 
 
 class Forked:
-    """What ``subprocess.Popen`` is to a command: the fork that runs ``python`` with these arguments, see `_run`."""
+    """Stand-in for ``subprocess.Popen``: the fork that runs ``python`` with these arguments, see `_run`."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: str) -> None:
         self._process: ForkServerProcess = _context().Process(target=_run, args=(command, env, log))

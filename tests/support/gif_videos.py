@@ -20,7 +20,7 @@ FRAMES_A_SECOND = 2.0
 
 
 class GifVideo(VideoDecoderWrapper):
-    """What SGLang has of a video that it has opened; ``source`` are the bytes of a GIF."""
+    """Stand-in for a video that SGLang has opened; ``source`` are the bytes of a GIF."""
 
     def __init__(self, source: bytes, *_: Any, **__: Any) -> None:
         frames = ImageSequence.Iterator(Image.open(io.BytesIO(source)))

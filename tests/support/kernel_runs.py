@@ -1,4 +1,4 @@
-"""What tests of several kernels do with them: replay them in graphs, scramble the scores that they choose by."""
+"""Code shared by tests of several kernels: replays in graphs, and scrambled scores to choose by."""
 
 import math
 import random

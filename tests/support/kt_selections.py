@@ -1,4 +1,4 @@
-"""What a KT selection has to be, whatever rounds its scores."""
+"""Checks of a KT selection that allow for the rounding of its scores."""
 
 from typing import Any
 

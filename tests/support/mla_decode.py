@@ -1,4 +1,4 @@
-"""What the tests of sparse MLA decode attention share: its reference in float32, and selections that hold anything."""
+"""Code shared by tests of sparse MLA decode attention: its reference in float32, and selections that hold anything."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
 
 
 def stored(arguments: dict[str, Any], slots: list[int]) -> torch.Tensor:
-    """What the cache holds at some slots, in float64."""
+    """Return the cache's contents at some slots, in float64."""
     cache, latent_dim = arguments["kv_cache"][slots], arguments["q_nope"].shape[2]
     if cache.dtype != torch.uint8:
         return cache.double()

@@ -1,4 +1,4 @@
-"""How much memory a piece of code takes at once, on any device."""
+"""Peak memory of a piece of code, on any device."""
 
 import gc
 from typing import Any

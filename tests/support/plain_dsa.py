@@ -24,7 +24,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """What is left of each row ``[..., 128]`` after e4m3 with a power of two for a scale."""
+    """Round each row ``[..., 128]`` to e4m3 with a power of two for a scale."""
     largest = x.abs().amax(-1).clamp(min=1e-4).flatten().tolist()
     scales = torch.tensor([2.0 ** math.ceil(math.log2(value / 448)) for value in largest]).view(*x.shape[:-1], 1)
     return (x / scales).to(torch.float8_e4m3fn).float() * scales

@@ -92,13 +92,13 @@ def sparse_state(server: ServerProcess) -> dict[str, Any]:
 
 
 def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, int]:
-    """What was counted since."""
+    """Return the counts since ``before``."""
     after = sparse_state(server)
     return {name: after[name] - count for name, count in before.items() if type(count) is int}
 
 
 def by_part(server: ServerProcess, before: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """What each part of a server with rules by layer counted, since ``before`` if given; of what it keeps too."""
+    """Return the counts of each part under rules by layer, of kept prompts too, since ``before`` if given."""
     found = [
         {name: count for name, count in {**part, **part.get("kept", {})}.items() if type(count) is int}
         for part in sparse_state(server)["parts"]

@@ -101,7 +101,7 @@ class FakeServer:
         return {"internal_states": [state], "cuda_graph_config": graphs, "attention_backend": backend}
 
     def made(self) -> dict[str, Any]:
-        """What it says of generated inputs."""
+        """Return the server's report of generated inputs."""
         return {}
 
     def _post(self, path: str) -> Any:

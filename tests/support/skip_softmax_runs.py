@@ -1,4 +1,4 @@
-"""What the tests of Skip-Softmax share: its two implementations, and what decode keeps."""
+"""Code shared by tests of Skip-Softmax: its two implementations, and the keys that decode keeps."""
 
 import math
 from typing import Any

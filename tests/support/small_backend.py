@@ -63,7 +63,7 @@ class Dense:
 
 
 class Counted:
-    """What the backend counts."""
+    """Stub of the backend's counters."""
 
     def __init__(self) -> None:
         self.select_stats, self.decodes, self.extends = torch.zeros(4, dtype=torch.int64), [], 0

@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What SGLang makes of a set of arguments.
+    """SGLang's result for a set of arguments.
 
     Attributes:
         refused: the error's type and message; None where it resolves.

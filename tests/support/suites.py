@@ -34,7 +34,7 @@ def suite_of(kind: type[AnySuite], *arguments: str) -> AnySuite:
 
 
 def perplexity_rows(lost: float, text: str = "book", noise: float = 0.0) -> list[dict[str, Any]]:
-    """What ``eval.ppl_prefill`` writes where each token from ``BEGINS`` on costs `lost` nats more."""
+    """Return the rows of ``eval.ppl_prefill`` if each token from ``BEGINS`` on costs `lost` nats more."""
     rng = np.random.default_rng(0)
     dense = rng.uniform(1.0, 3.0, (WINDOWS, LENGTH - 1))
     sparse = dense + np.where(np.arange(LENGTH - 1) >= BEGINS, lost, 0.0) + noise * rng.normal(size=(WINDOWS, 1))

@@ -34,7 +34,7 @@ def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **
 
 
 def _published_mimo(window: int) -> dict[str, Any]:
-    """What MiMo-V2's published configs have for SGLang, and those that transformers writes have not."""
+    """Return the fields of MiMo-V2's published configs that SGLang reads and transformers does not write."""
     windowed = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 48, "v_head_dim": 32}
     found = {f"swa_{name}": size for name, size in windowed.items()} | {"swa_rope_theta": 10000.0}
     # SGLang's window does not count the newest token.

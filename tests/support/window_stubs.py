@@ -33,7 +33,7 @@ def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | 
 
 
 def chunks(one: Any, budgets: list[int], memory: int, size: int) -> list[int]:
-    """Where the chunks of a request end that has each pass's budget to itself, by SGLang's rules.
+    """Return where a request's chunks end by SGLang's rules, if it has each pass's budget to itself.
 
     They end early where it has to wait for more.
     """

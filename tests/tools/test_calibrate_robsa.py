@@ -1,4 +1,4 @@
-"""Which layers of an MLA model their RoPE part stands for: measured, written, resumed, refused for other weights."""
+"""Tests of the calibration of MLA layers by their RoPE part: measured, written, resumed, refused for other weights."""
 
 import json
 import math

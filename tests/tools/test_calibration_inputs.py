@@ -1,4 +1,4 @@
-"""What a RoBSA calibration is made from: the checkpoint, the prompts, and what an interrupted run left."""
+"""Tests of the inputs of a RoBSA calibration: the checkpoint, the prompts, and the output of an interrupted run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ``sglang_sparse.check`` says is what a start does, and what README says."""
+"""Tests of ``sglang_sparse.check``: its answers are those of a start and of README."""
 
 import dataclasses
 import subprocess
@@ -115,7 +115,7 @@ def test_the_known_cells() -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
 def test_gpus_that_are_not_at_hand(method: Method) -> None:
-    """What a table says of a GPU is what a start there would say."""
+    """The tables' answer for a GPU is that of a start there."""
     said = {gpu: doc_tables.on_gpu(method, gpu) for gpu in (*doc_tables.GPUS, (7, 5))}
     for gpu, words in said.items():
         place = dataclasses.replace(support_matrix.place_of(method), gpu=gpu)

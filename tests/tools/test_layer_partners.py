@@ -1,4 +1,4 @@
-"""What may have the other layers beside a method: those that start, and of each no its message."""
+"""Tests of the partners for a method's other layers: those that start, and the message of each that does not."""
 
 import json
 from types import SimpleNamespace

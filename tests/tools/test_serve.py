@@ -40,7 +40,7 @@ config = {{ active_ratio = 0.25 }}
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """What would have taken the place of this process."""
+    """Return the commands that would have taken the place of this process."""
     calls: list[Sequence[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, words: calls.append((path, *words)))
     return calls

@@ -1,4 +1,4 @@
-"""Where sparse decode begins: the measurement with a clock of its own, the table, and what a server makes of it."""
+"""Tests of the crossover to sparse decode: the measurement with a stub clock, the table, and a server's use of it."""
 
 import json
 import math

@@ -15,7 +15,7 @@ Start = Callable[..., str]
 
 
 def sparse(*methods: Any) -> dict[str, Any]:
-    """What a server publishes of its methods, between its counters."""
+    """Return the state that a server publishes of its methods, among its counters."""
     settings = build(*methods)
     state = published(settings)
     return {**state, "digest": digest(fields_of(state, settings.config.page_size)), "decode_rows": 7}

@@ -1,4 +1,4 @@
-"""What SGLang's kernels for DSA compute, in torch, for shapes that a test can afford; and what they must be given."""
+"""SGLang's kernels for DSA in torch, for shapes that a test can afford, with checks of their arguments."""
 
 import sys
 from dataclasses import replace
@@ -127,7 +127,7 @@ class Keys:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs a GPU is played by torch; SGLang's dispatch between its kernels is its own."""
+    """Replace all that needs a GPU by torch; SGLang dispatches between its kernels itself."""
     from sglang.kernels.ops.attention import flash_attention
     from sglang.kernels.ops.attention.dsv4 import topk
     from sglang.kernels.ops.kvcache import dsa_index_k_cache

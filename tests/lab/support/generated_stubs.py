@@ -24,7 +24,7 @@ parse = partial(bench_serving.parse, inputs=GeneratedInputs)
 
 
 def made(server: FakeServer, instead: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a server says of its inputs; `instead` of those that were asked for."""
+    """Return a server's report of its generated inputs: those that were asked for, or `instead`."""
     if not server.env:
         return {}
     asked = json.loads(after(server.flags, "--json-model-override-args"))["structured_inputs"]
