@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
+from sglang_sparse.hooks import bindings
 from sglang_sparse.hooks.hook import Hook
 from sglang_sparse.hooks.table import HOOKS
 
@@ -33,6 +34,7 @@ def register(hooks: Sequence[Hook] | None = None) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    bindings.replace_search()
     for hook in active() if hooks is None else hooks:
         HookRegistry.register(hook.target, hook.lazy(), HookType[hook.kind])
 

@@ -4,7 +4,7 @@ import inspect
 import pkgutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_sparse import plugin
@@ -34,6 +35,20 @@ def test_a_gpu_machine_imports_nothing_for_methods_that_do_not_run(gpu: bool, mo
     expected = [hook for hook in here if not gpu or hook.method is None]
     assert hooks.active.__wrapped__() == tuple(expected)
     assert "sglang.srt.model_executor.model_runner.ModelRunner.load_model" in [hook.target for hook in expected]
+
+
+def test_hooks_reach_every_name_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original() -> None: ...
+    def wrapped() -> None: ...
+
+    assert hook_registry._propagate_patch.__module__ == "sglang_sparse.hooks.bindings"
+    modules = [ModuleType(name) for name in ("owner", "user", "later")]
+    for module in modules:
+        module.name = module.alias = original  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        expected = 2 if module.__name__ != "owner" else 0
+        assert hook_registry._propagate_patch(original, wrapped, modules[0]) == expected
+    assert [(module.name, module.alias) for module in modules] == [(original,) * 2, (wrapped,) * 2, (wrapped,) * 2]
 
 
 @pytest.mark.parametrize(("method", "config"), [("dsa", "{}"), ("resa", "{}"), (None, None)])

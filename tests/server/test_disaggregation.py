@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), re
 FLAGS = ("--max-total-tokens", "8192", "--context-length", "2048", "--chunked-prefill-size", "512")
 FLAGS += ("--dtype", "float32")
 PROMPTS = random_prompts(11, (900, 12, 801), 1000)
+# Two of these fill the KV pool of a test.
+MANY = random_prompts(12, (900, 700, 930), 1000)
 REPLICAS = ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention")
 STAGES = ("--pp-size", "2")
 Ask = Callable[..., dict[str, Any]]
@@ -86,10 +88,10 @@ def alone(serve) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
     """The answers of a server that is none of a pair, and its state behind them."""
 
     @cache
-    def answered(name: str, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def answered(name: str, many: bool = False, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         model, flags, options = server_of(name, **fields)
         with serve(model, *flags, **options) as server:
-            return [ask(server, prompt) for prompt in PROMPTS], sparse_state(server)
+            return [ask(server, prompt) for prompt in (MANY if many else PROMPTS)], sparse_state(server)
 
     return answered
 
@@ -159,14 +161,13 @@ def test_servers_that_change_their_roles_answer_as_one_server_does(serve, alone,
 
 @pytest.mark.parametrize("name", ["resa", "robsa", "skip_softmax"])
 def test_a_decode_server_takes_prompts_back_from_host_memory(serve, alone, tmp_path: Path, name: str) -> None:
-    expected, _ = alone(name)
-    # One of the long prompts fills the KV pool.
-    more = ("--max-total-tokens", "1280", "--disaggregation-decode-enable-radix-cache", "--enable-hierarchical-cache")
+    expected, _ = alone(name, many=True)
+    more = ("--max-total-tokens", "2048", "--disaggregation-decode-enable-radix-cache", "--enable-hierarchical-cache")
     with pair(serve, tmp_path, name, *more, "--hicache-ratio", "6") as (ask_both, _):
-        for prompt, answer in zip(PROMPTS * 2, expected * 2, strict=True):
+        for prompt, answer in zip(MANY * 2, expected * 2, strict=True):
             assert_same(ask_both(prompt), answer)
     known = [pickle.loads(path.read_bytes()) for path in (tmp_path / "transfers").glob("*.asked")]
-    assert sum(known) > sum(len(prompt) - 64 for prompt in PROMPTS)
+    assert sum(known) > sum(len(prompt) - 64 for prompt in MANY)
 
 
 @pytest.mark.parametrize("name", ["resa", "resa and anchor", "rocketkv"])

@@ -14,11 +14,12 @@ import os
 import runpy
 import subprocess
 import sys
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from types import ModuleType
 from typing import Any
 
 from launch.server import QUIET, ServerProcess
+from sglang_sparse.hooks import bindings
 
 IMPORTS = [
     "torch._dynamo",
@@ -35,13 +36,38 @@ IMPORTS = [
     "sglang.srt.models.registry",
     # Compiles while it is imported.
     "sglang.srt.dllm.algorithm",
+    # Imported by a start.
+    "sglang.srt.arg_groups.pipeline",
+    "sglang.srt.arg_groups.resolution_hooks",
+    "sglang.srt.constrained.xgrammar_backend",
+    "sglang.srt.entrypoints.openai.serving_responses",
+    "sglang.srt.layers.attention.linear.gdn_backend",
+    "sglang.srt.layers.attention.torch_native_backend",
+    "smg_grpc_servicer.sglang.zmq_plugin",
+    "uvicorn.protocols.http.h11_impl",
+    # Reads the names of all that is imported, see below.
+    "forked_server",
 ]
+# Set in the process that servers are forked from.
+_FORKS = "SGLANG_SPARSE_TESTS_FORK"
 
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTS)
     return context
+
+
+def _begin() -> None:
+    """Start the process that servers are forked from, if it does not run yet."""
+    before = dict(os.environ)
+    # It imports this module by the environment's path alone.
+    os.environ.update({"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _FORKS: "1"})
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _read_again() -> None:
@@ -51,30 +77,6 @@ def _read_again() -> None:
 
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
-
-
-def _hook_by_index() -> None:
-    """SGLang looks for what it hooks under every name of every module, for each hook: most of what a start takes."""
-    from sglang.srt.plugins import hook_registry
-
-    names: dict[str, int] = {}
-    places: dict[int, list[tuple[ModuleType, str]]] = {}
-
-    def propagate(original: object, wrapped: object, source: object) -> int:
-        for name, module in list(sys.modules.items()):
-            # One that has got more names meanwhile is read again.
-            if isinstance(module, ModuleType) and names.get(name) != len(vars(module)):
-                names[name] = len(vars(module))
-                for attribute, value in list(vars(module).items()):
-                    if callable(value):
-                        places.setdefault(id(value), []).append((module, attribute))
-        found = [place for place in places.get(id(original), ()) if place[0] is not source]
-        found = [(module, attribute) for module, attribute in found if vars(module).get(attribute) is original]
-        for module, attribute in found:
-            setattr(module, attribute, wrapped)
-        return len(found)
-
-    hook_registry._propagate_patch = propagate
 
 
 def _run(command: list[str], env: dict[str, str], log: str) -> None:
@@ -87,7 +89,6 @@ def _run(command: list[str], env: dict[str, str], log: str) -> None:
     # Each flush of SGLang's cache collects garbage, which would look through all that was imported.
     gc.freeze()
     _read_again()
-    _hook_by_index()
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: (
@@ -106,7 +107,9 @@ class Forked:
     """Stand-in for ``subprocess.Popen``: the fork that runs ``python`` with these arguments, see `_run`."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: str) -> None:
-        self._process: ForkServerProcess = _context().Process(target=_run, args=(command, env, log))
+        context = _context()
+        _begin()
+        self._process: ForkServerProcess = context.Process(target=_run, args=(command, env, log))
         self._process.start()
 
     @property
@@ -138,3 +141,7 @@ class ForkedServer(ServerProcess):
         self.log_path.write_bytes(b"")
         # SGLang's own first request comes a second after the start.
         return Forked([*self.command[1:], *QUIET, "--skip-server-warmup"], self.env, str(self.log_path))
+
+
+if _FORKS in os.environ:
+    bindings.read()
