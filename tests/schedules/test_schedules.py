@@ -35,21 +35,21 @@ def assert_passed(reached: dict[str, Any], schedules: int, names: Sequence[str] 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("schedules") / "rows.jsonl"
-    flags = ["--schedules", "160", "--block", "20", "--steps", "3", "--slots", "80", "--vary", "all", "--self-test"]
+    flags = ["--schedules", "240", "--block", "30", "--steps", "3", "--slots", "80", "--vary", "all", "--self-test"]
     return run(out, *flags, "--workers", str(WORKERS))
 
 
-def test_every_page_is_exact_and_none_is_lost_in_160_schedules(rows) -> None:
+def test_every_page_is_exact_and_none_is_lost_in_240_schedules(rows) -> None:
     blocks, summary = [row for row in rows if row["kind"] == "block"], rows[-1]
-    assert sum(row["schedules"] for row in blocks if row["options"]["overlap"]) == 80
-    assert_passed(summary, 160)
+    assert sum(row["schedules"] for row in blocks if row["options"]["overlap"]) == 120
+    assert_passed(summary, 240)
 
 
 def test_the_schedules_reach_what_they_are_for(rows) -> None:
     reached = rows[-1]
     names = ["aborts", "retractions", "full_pools", "evictions", "flushes"]
     names += ["cached_tokens", "rectified_tokens", "finish_tokens", "divided", "mixed_rows"]
-    assert_passed(reached, 160, names)
+    assert_passed(reached, 240, names)
 
 
 @pytest.mark.parametrize(
