@@ -146,6 +146,7 @@ DISAGGREGATION_LIMITS = (
         lambda args: None if (share := args.disaggregation_decode_host_receive_threshold) == 1 else share,
         "SGLang loads it while the first decode step begins; leave out --disaggregation-decode-host-receive-threshold",
     ),
+    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "each rank holds a part of each page"),
 )
 
 # Of servers whose kernels SGLang's own may replace, and do.
@@ -205,12 +206,17 @@ RECTIFY_LIMITS = (
         lambda args: above_one("pp_size")(args) if uses_dp_attention(args) else None,
         "each rank would have to run a pass in every stage while another rank rectifies; allowed: --pp-size 1",
     ),
-    FlagLimit("lossless decoding", lossless, "each verification is a dense pass over all new tokens already"),
+    FlagLimit(
+        "whole dense layers with pipeline parallelism",
+        lambda args: above_one("pp_size")(args) if args.moe_dense_tp_size else None,
+        "a stage hands on a pass without the padding that these layers need; allowed: --pp-size 1",
+    ),
+    FlagLimit("lossless decoding", lossless, "each verification is already a dense pass over all new tokens"),
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
     FlagLimit(
         "expert-parallel all-to-all",
         other_than("moe_a2a_backend", "none"),
-        "SGLang may tell a rank only its own token count, and the passes of a divided step need those of all ranks",
+        "not proven yet; with data-parallel attention SGLang may tell a rank only its own token count",
     ),
     FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_TOKEN),
@@ -296,6 +302,7 @@ CHECK_LIMITS = (
         "the check does not follow KV that storage loads into the prefix cache",
     ),
     FlagLimit("the KV canary", _CANARY, "the check recomputes tokens that the canary does not expect"),
+    FlagLimit("whole dense layers", given("moe_dense_tp_size"), "SGLang counts the tokens of its own passes alone"),
     FlagLimit("data-parallel attention", uses_dp_attention, "a rank cannot recompute without the others"),
     FlagLimit("pipeline parallelism", above_one("pp_size"), "a stage cannot recompute without the others"),
     FlagLimit(
@@ -314,7 +321,7 @@ COMPACT_LIMITS = (
     FlagLimit(
         "pipeline parallelism",
         above_one("pp_size"),
-        "a micro-batch does not know which requests of others hold a prompt",
+        "a micro-batch does not know which requests of other micro-batches hold a prompt",
     ),
     FlagLimit(
         "hierarchical cache or external cache linker",
@@ -353,7 +360,6 @@ PREFILL_LIMITS = (
         given("hicache_storage_backend", "enable_unified_cache_external_linker"),
         "SGLang looks there by the prompt's tokens, and groups of sparse prefill have separate keys",
     ),
-    FlagLimit("KV cache sharding", given("enable_kv_cache_sharding"), "each rank holds a part of each page"),
     FlagLimit(
         "a prefix cache on the decode server",
         given("disaggregation_decode_enable_radix_cache"),

@@ -137,7 +137,7 @@ MODEL_LIMITS = (
     ModelLimit(
         "multimodal model",
         lambda m: m.is_multimodal and not has_towers(m),
-        "its media towers are not proven yet, only Qwen3-VL's; GLM-4.5V and models without M-RoPE serve text alone "
+        "its media towers are not proven yet; proven: Qwen3-VL's; GLM-4.5V and models without M-RoPE serve text alone "
         f"with {TEXT_ALONE}",
     ),
     ModelLimit(

@@ -100,8 +100,7 @@ def _append(row: torch.Tensor, planned: tuple[Rectification, bool] | None) -> to
 def attach(_: None, batch: ScheduleBatch, info: MLPSyncBatchInfo, *__: object, **___: object) -> None:
     """After ``_update_gather_batch``: attach this rank's part of a joint pass to its batch, without the due rows."""
     settings = current_settings()
-    # One rank alone divides its step when it runs it.
-    if settings is None or not settings.rectify or info.tp0_info_cpu is None or len(info.tp0_info_cpu) == 1:
+    if settings is None or not settings.rectify or info.tp0_info_cpu is None:
         return
     plan = joint = None
     tokens, rows, urgent, graphs = info.tp0_info_cpu[:, -4:].T.tolist()

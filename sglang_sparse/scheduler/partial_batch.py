@@ -61,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True)
 class JointPass:
-    """The dense pass of a step that all ranks of data-parallel attention run together, see ``joint_pass``.
+    """The dense pass of a step that all ranks whose tokens SGLang counts run together, see ``joint_pass``.
 
     Attributes:
         tokens: its tokens, by rank.
@@ -169,7 +169,7 @@ def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tenso
     view.out_cache_loc = torch.cat(slots).to(torch.int64)
     view.input_ids = _input_ids(spans, newest, table.device)
     if _counted_alone(view):
-        JointPass([view.extend_num_tokens], [len(spans)], whole_step=False, graph=True).set_sizes(view)
+        JointPass([view.extend_num_tokens], [len(spans)], whole_step=False, graph=False).set_sizes(view)
     return view
 
 

@@ -30,8 +30,8 @@ class RequestState:
             nothing is computed too. What a sparse prefill wrote counts as exact here: nothing makes it better.
         split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
         cut: what its last pass of prefill has left for the next, if the prompt goes on and may cut a group there.
-        kept: the prompt tokens that it will hold after compaction, see ``PromptSelector.kept``; (0, 0) until they are
-            chosen.
+        kept: the prompt tokens that it will hold after compaction, see ``PromptSelector.kept``; (0, 0) also until
+            they are chosen.
         verified_from: where its last verification began, if that was one which may run sparse and ran dense for it.
         compacted: it holds this alone, and no longer its prompt, see ``scheduler/compaction.py``.
     """

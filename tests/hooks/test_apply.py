@@ -40,6 +40,7 @@ def test_a_gpu_machine_imports_nothing_for_methods_that_do_not_run(gpu: bool, mo
 def test_hooks_reach_every_name_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     def original() -> None: ...
     def wrapped() -> None: ...
+    def again() -> None: ...
 
     assert hook_registry._propagate_patch.__module__ == "sglang_sparse.hooks.bindings"
     modules = [ModuleType(name) for name in ("owner", "user", "later")]
@@ -49,6 +50,9 @@ def test_hooks_reach_every_name_of_a_function(monkeypatch: pytest.MonkeyPatch) -
         expected = 2 if module.__name__ != "owner" else 0
         assert hook_registry._propagate_patch(original, wrapped, modules[0]) == expected
     assert [(module.name, module.alias) for module in modules] == [(original,) * 2, (wrapped,) * 2, (wrapped,) * 2]
+    # A second hook, of a name that a module has imported, replaces the first one everywhere.
+    assert hook_registry._propagate_patch(wrapped, again, modules[1]) == 2
+    assert [module.name for module in modules] == [original, wrapped, again]
 
 
 @pytest.mark.parametrize(("method", "config"), [("dsa", "{}"), ("resa", "{}"), (None, None)])

@@ -169,6 +169,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method resa cannot rectify with ",
         (
             Trigger("data-parallel attention with pipeline parallelism", {"pp_size": 2, "enable_dp_attention": True}),
+            Trigger("whole dense layers with pipeline parallelism", {"pp_size": 2, "moe_dense_tp_size": 1}),
             Trigger(
                 "lossless decoding",
                 {"speculative_algorithm": "SPARSE_SELF", "sparse_config": {"rectify_interval": 8}},
@@ -235,6 +236,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("storage behind the prefix cache", "hicache_storage_backend", "file"),
             on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
             on("the KV canary", "kv_canary", "log"),
+            on("whole dense layers", "moe_dense_tp_size", 1),
             on("data-parallel attention", "enable_dp_attention"),
             on("pipeline parallelism", "pp_size", 2),
             on("--enable-lora-overlap-loading", "enable_lora_overlap_loading"),
@@ -264,6 +266,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("--speculative-algorithm", "speculative_algorithm", "EAGLE"),
             on("offloaded KV", "disaggregation_decode_enable_offload_kvcache"),
             on("KV received in host memory", "disaggregation_decode_host_receive_threshold", 0.5),
+            on("KV cache sharding", "enable_kv_cache_sharding"),
         ),
     ),
     "WINDOW_LIMITS": (
@@ -310,7 +313,6 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("adaptive speculative decoding", {"speculative_adaptive": True, "speculative_algorithm": "eagle"}),
             on("storage behind the prefix cache", "hicache_storage_backend", "file"),
             on("storage behind the prefix cache", "enable_unified_cache_external_linker"),
-            on("KV cache sharding", "enable_kv_cache_sharding"),
             on("radix cache backend", "radix_cache_backend", "other"),
             on("a prefix cache on the decode server", "disaggregation_decode_enable_radix_cache"),
             on("multi-item scoring", "enable_mis"),

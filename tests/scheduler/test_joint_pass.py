@@ -18,6 +18,7 @@ RANKS = {
     "graphs everywhere": ([[9, 32, 2, 1, 1], [9, 20, 1, 0, 1]], True),
     "one without": ([[9, 32, 2, 1, 1], [9, 20, 1, 0, 0]], False),
     "one idle": ([[9, 32, 2, 1, 1], [9, 0, 0, 0, 0]], False),
+    "nothing left": ([[9, 32, 4, 1, 1], [9, 20, 4, 0, 1]], True),
 }
 
 
@@ -35,7 +36,7 @@ def test_all_ranks_replay_a_graph_or_none(name: str) -> None:
     joint_pass.attach(None, batch, info)
     joint = getattr(batch, STEP)
     rows = [row[2] for row in gathered]
-    assert batch.global_num_tokens == [4 - count for count in rows] and not joint.whole_step
+    assert batch.global_num_tokens == [4 - count for count in rows] and joint.whole_step is (rows == [4, 4])
     view = joint.set_sizes(SimpleNamespace())
     assert view.can_run_dp_prefill_cuda_graph is graph and not view.can_run_decode_cuda_graph
     assert (view.global_num_tokens, view.global_num_tokens_for_logprob) == ([row[1] for row in gathered], rows)

@@ -3,7 +3,7 @@
 A server is three processes, and each imports torch, transformers, SGLang and its models: nearly all the CPU time that a
 start takes. What differs from ``python -m sglang.launch_server``: the scheduler and the detokenizer are forks of the
 main process, hooks included, plugins find SGLang's modules imported, and a server's first request is the test's. The
-demo, a server of the CPU platform and some tests of the command line start the plain way.
+demo and some tests of the command line start the plain way.
 """
 
 from __future__ import annotations
@@ -60,14 +60,17 @@ def _context() -> ForkServerContext:
 
 def _begin() -> None:
     """Start the process that servers are forked from, if it does not run yet."""
-    before = dict(os.environ)
     # It imports this module by the environment's path alone.
+    path = os.environ.get("PYTHONPATH")
     os.environ.update({"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _FORKS: "1"})
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        del os.environ[_FORKS]
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 def _read_again() -> None:
@@ -88,6 +91,8 @@ def _run(command: list[str], env: dict[str, str], log: str) -> None:
     os.environ.update(env)
     # Each flush of SGLang's cache collects garbage, which would look through all that was imported.
     gc.freeze()
+    # Kept: the names of what was imported before the fork.
+    bindings.forget = lambda: None
     _read_again()
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     multiprocessing.set_start_method("fork", force=True)
