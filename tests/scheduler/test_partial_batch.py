@@ -1,4 +1,4 @@
-"""Tests of the positions and images that the passes of a step give SGLang, for models with M-RoPE."""
+"""Tests of the passes of a step: positions and images for models with M-RoPE, and the counts of tokens."""
 
 from types import SimpleNamespace
 from typing import Any
