@@ -65,6 +65,7 @@ def verify(hooks: Sequence[Hook] | None = None) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    # The hooks are applied: nobody looks for names any more.
     bindings.forget()
     asked = active() if hooks is None else hooks
     missing = [hook.target for hook in asked if hook.target not in HookRegistry._patched]

@@ -10,7 +10,7 @@ before them name no page any more, and ``cache_protected_len``, where the reques
 them, so that SGLang counts and releases the right pages.
 
 A prompt and its private copy exist together for a moment. Room for one copy is enough for a whole batch, because each
-released prompt makes room for the next copy; SGLang leaves that much free when it admits a request beside others. If
+released prompt makes room for the next copy; SGLang leaves that much free when it admits a request with others. If
 there is still no room, the request goes on as it is and tries again at its next step: nobody waits for it, and a
 request alone is admitted as always. A copy leaves a page for each row's next token, so that no request is retracted
 for it.
