@@ -1,6 +1,10 @@
 """With SGLang's own kernels, the same flags with and without the method give the same answers, feature by feature."""
 
+import random
 import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ import torch
 from dsa_slices import MODELS, VOCABULARY, dsa_slice
 from server_requests import logprobs, random_prompts, sparse_state
 
-from launch.server import ServerProcess
+from launch.server import ServerProcess, free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FLAGS = ("--load-format", "dummy", "--page-size", "64", "--mem-fraction-static", "0.6", "--context-length", "40960")
@@ -31,25 +35,53 @@ ON_TWO: dict[str, tuple[str, ...]] = {
 }
 # As DeepSeek-V3.2 is usually launched.
 ON_TWO["dp-attention-mtp"] = (*ON_TWO["dp-attention"], *ON_ONE["mtp"])
+# A prefill server on the first GPU, a decode server on the second.
+NIXL = ("--disaggregation-transfer-backend", "nixl")
+BOOTSTRAP = str(free_port())
+PAIR = (("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode", "--base-gpu-id", "1"))
+ON_TWO["pair"] = NIXL
 TOKENS = 24
 # The second is not selected from; of the third, 2,048 of 9,000 are.
 PROMPTS = random_prompts(3, (40, 2000, 9000), VOCABULARY - 10)
 
 
-def answers(server: ServerProcess) -> list[dict[str, Any]]:
-    server.flush_cache()
-    params = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-    return [server.generate(input_ids=prompt, sampling_params=params, return_logprob=True) for prompt in PROMPTS]
+@contextmanager
+def servers(serve, model: Path, *flags: str, **options: Any) -> Iterator[Sequence[ServerProcess]]:
+    """Start a server, or the two of a pair."""
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        roles = PAIR if flags == NIXL else ((),)
+        port = ("--disaggregation-bootstrap-port", BOOTSTRAP) if flags == NIXL else ()
+        started: list[AbstractContextManager[ServerProcess]] = [
+            serve(model, *FLAGS, *flags, *port, *role, **options) for role in roles
+        ]
+        yield [*pool.map(stack.enter_context, started)]
+
+
+def answers(servers: Sequence[ServerProcess]) -> list[dict[str, Any]]:
+    """The answers of the last server; a pair's two are asked at once."""
+    found = []
+    with ThreadPoolExecutor() as pool:
+        for server in servers:
+            server.flush_cache()
+        for prompt in PROMPTS:
+            params = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+            request: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+            if len(servers) > 1:
+                request |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(BOOTSTRAP)}
+                request["bootstrap_room"] = random.getrandbits(62)
+            found.append([*pool.map(lambda server, request=request: server.generate(**request), servers)][-1])
+    return found
 
 
 def compared(serve, model: Path, flags: tuple[str, ...]) -> None:
     """SGLang's selection leaves open which of two equal tokens it takes, so that a long answer may part from itself."""
-    with serve(model, *FLAGS, *flags) as stock:
+    with servers(serve, model, *flags) as stock:
         dense, again = answers(stock), answers(stock)
-    with serve(model, *FLAGS, *flags, method="dsa", config=NATIVE) as server:
-        found = answers(server)
-        state = sparse_state(server)
-        assert state["method"] == "dsa" and state["decode_rows"] > 0
+    with servers(serve, model, *flags, method="dsa", config=NATIVE) as ours:
+        found = answers(ours)
+        for server in ours:
+            assert sparse_state(server)["method"] == "dsa"
+        assert sparse_state(ours[-1])["decode_rows"] > 0
     for one, same, other in zip(dense, again, found, strict=True):
         if one["output_ids"] == same["output_ids"]:
             assert other["output_ids"] == one["output_ids"]
@@ -69,4 +101,6 @@ def test_features_on_one_gpu(serve, tmp_path: Path, feature: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("feature", ON_TWO)
 def test_features_on_two_gpus(serve, tmp_path: Path, feature: str) -> None:
+    if feature == "pair":
+        pytest.importorskip("nixl", reason="the pair's transfer needs the package nixl")
     compared(serve, dsa_slice(tmp_path, MODELS[0]), ON_TWO[feature])

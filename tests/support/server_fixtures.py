@@ -1,5 +1,6 @@
 """Servers as fixtures, for the folders whose conftest imports them."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +21,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractCon
 
     ``config`` is that of the decode method ``method``.
     """
-    logs = tmp_path_factory.mktemp("servers")
+    logs, numbers = tmp_path_factory.mktemp("servers"), itertools.count()
 
     @contextmanager
     def start(
@@ -34,7 +35,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractCon
         sparse = [] if config is None else ["--sparse-method", method, "--sparse-config", json.dumps(config)]
         if prefill is not None:
             sparse += ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", json.dumps(prefill)]
-        log = logs / f"{len(list(logs.iterdir()))}.log"
+        log = logs / f"{next(numbers)}.log"
         # A process that has seen the GPU cannot be forked.
         kind = ServerProcess if torch.cuda.is_available() else ForkedServer
         with kind(
