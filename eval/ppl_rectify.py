@@ -20,7 +20,8 @@ decode step a position. (The plan flushes it between settings, so that no KV tha
 
 The command ends with status 1 where the server's counters do not show what a setting says, and where forced dense
 decode, tried first, does not give the log-probabilities of prefill: a mean difference of .01 or more, or a mean
-absolute one of .03. In bfloat16 the kernels of the two round each value differently, which cancels in the mean.
+absolute one of .06. In bfloat16 the kernels of the two round each value differently, which cancels in the mean: by .04
+with Gemma 3 270M, on CPUs and GPUs, which float32 answers differently by .00004.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from eval.texts.windows import (
 
 COMMAND = "eval.ppl_rectify"
 MAX_DIFFERENCE = 0.01
-MAX_ABSOLUTE_DIFFERENCE = 0.03
+MAX_ABSOLUTE_DIFFERENCE = 0.06
 CHECKED_WINDOWS = 16
 # What a request sets of a method that a ratio can stand for.
 FIELDS = ("active_ratio", "theta1")

@@ -366,9 +366,9 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
         raise RuntimeError(f"{settings.flag} needs {needed}, got {type(plain).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.decode.aux_specs(model)
-    stage = (plain.start_layer, plain.start_layer + plain.layer_num)
-    if model.stage not in (None, stage):
-        raise RuntimeError(f"{settings.flag}: the KV pool has layers {stage}, the stage {model.stage}: a bug")
+    held = plain.model_layer_ids
+    if model.stage and not set(held) <= set(range(*model.stage)):
+        raise RuntimeError(f"{settings.flag}: the KV pool has layers {held}, the stage {model.stage}: a bug")
     layers = model.here(settings.decode.sparse_layers(model.num_layers)) if settings.name else ()
     page_size = settings.config.page_size
     num_pages = plain.get_key_buffer(plain.start_layer).shape[0] // page_size

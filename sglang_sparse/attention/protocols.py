@@ -52,6 +52,7 @@ class KVPool(Protocol):
     page_size: int
     start_layer: int
     layer_num: int
+    model_layer_ids: tuple[int, ...]
     dsa_kv_cache_store_fp8: bool
     get_key_buffer: Callable[[int], torch.Tensor]
     get_value_buffer: Callable[[int], torch.Tensor]

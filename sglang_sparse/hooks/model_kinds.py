@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.flag_predicates import environment, require_none, uses_dp_attention
+from sglang_sparse.hooks.flag_predicates import environment, require_none
 from sglang_sparse.hooks.model_limits import TEXT_ALONE, has_towers, state_layers
 from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
@@ -62,9 +62,6 @@ def _most(other: str = "", reasons: Mapping[str, str] = MappingProxyType({})) ->
     cures = (
         ("speculative decoding", given("speculative_algorithm"), "leave out --speculative-algorithm"),
         ("--disaggregation-mode", other_than("disaggregation_mode", "null"), "allowed: null"),
-        ("pipeline parallelism", above_one("pp_size"), "allowed: --pp-size 1"),
-        ("data-parallel attention", uses_dp_attention, "leave out --enable-dp-attention"),
-        ("hierarchical cache", given("enable_hierarchical_cache"), "leave out --enable-hierarchical-cache"),
         (
             "external cache linker",
             given("enable_unified_cache_external_linker"),
@@ -120,12 +117,23 @@ STATES = ModelKind(
             given("enable_mixed_chunk"),
             "the states that a mixed pass stores are not proven yet; leave out --enable-mixed-chunk",
         ),
+        FlagLimit(
+            "pipeline parallelism",
+            above_one("pp_size"),
+            "SGLang's Qwen3-Next has one stage, and others are not proven yet; allowed: --pp-size 1",
+        ),
+        FlagLimit(
+            "hierarchical cache",
+            given("enable_hierarchical_cache"),
+            "SGLang copies states to host memory on GPUs alone, where it is not proven yet; leave out "
+            "--enable-hierarchical-cache",
+        ),
         *_most(
             reasons={
                 "speculative decoding": "what a verification does to the states is not followed",
                 "streaming sessions": "a turn would go on from the state behind a sparse answer",
                 "deterministic inference": "it is not proven that the kernels of states compute each row as if alone",
-            }
+            },
         ),
     ),
     {

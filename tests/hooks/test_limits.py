@@ -69,9 +69,6 @@ _DRAFTS = tuple(on("speculative decoding", "speculative_algorithm", name) for na
 _OF_MOST = (
     *_DRAFTS,
     on("--disaggregation-mode", "disaggregation_mode", "decode"),
-    on("pipeline parallelism", "pp_size", 2),
-    Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
-    on("hierarchical cache", "enable_hierarchical_cache"),
     on("external cache linker", "enable_unified_cache_external_linker"),
     on("streaming sessions", "enable_streaming_session"),
     on("deterministic inference", "enable_deterministic_inference"),
@@ -87,6 +84,8 @@ OF_KINDS = {
             on("--enable-int8-mamba-checkpoint", "enable_int8_mamba_checkpoint"),
             on("--linear-attn-backend", "linear_attn_backend", "flashinfer"),
             on("mixed chunk", "enable_mixed_chunk"),
+            on("pipeline parallelism", "pp_size", 2),
+            on("hierarchical cache", "enable_hierarchical_cache"),
             *_OF_MOST,
         ),
     ),

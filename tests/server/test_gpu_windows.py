@@ -43,7 +43,7 @@ def test_all_pages_are_dense_attention(serve, tmp_path: Path, family: str, backe
     if chunked:
         model = random_chunked(tmp_path, 512, **HEADS[family])
     else:
-        model = random_windowed(tmp_path, family, 512, **HEADS[family])
+        model = random_windowed(tmp_path, family, 512, dtype="bfloat16", **HEADS[family])
     with serve(model, *FLAGS, "--attention-backend", backend, config=RESA, env=AT_ONCE) as server:
         assert ("Use sliding window memory pool" in server.log()) is (family != "Gemma3")
         state = sparse_state(server)

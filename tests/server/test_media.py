@@ -5,6 +5,7 @@ import io
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import AutoTokenizer
 PAGE, INTERVAL = 16, 16
 FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
 RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
+RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 Likely = Callable[[list[int], list[int]], list[float]]
 # And the tokens that are to be generated behind it.
 Prompt = tuple[list[int], list[int]]
@@ -205,15 +207,40 @@ def test_retracted_requests_and_those_made_exact_at_their_end_agree(serve, model
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--disable-overlap-schedule",), ("--disable-radix-cache",)])
-def test_other_servers_agree(serve, model: Path, likely: Likely, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "flags", [RANKS, ("--pp-size", "2"), ("--disable-overlap-schedule",), ("--disable-radix-cache",)]
+)
+def test_other_servers_agree(
+    serve, model: Path, likely: Likely, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
     prompt, output = with_image((found := drawn(1, 90))[0]), found[1]
     with serve(model, *FLAGS, *flags, config=RESA) as server:
+        if flags == RANKS:
+            monkeypatch.setattr(server, "generate", partial(server.generate, data_parallel_rank=0))
         if "--disable-radix-cache" in flags:
             assert off(forced(Showing(server), prompt, output, active_ratio=1.0), likely(prompt, output)) < 1e-4
         else:
             assert_agrees(Showing(server), likely, prompt, output, INTERVAL + PAGE - MORE)
         assert_images_decode_as_if_alone(Showing(server))
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+def test_turns_behind_images_that_come_back_from_host_memory_agree(serve, model: Path, likely: Likely) -> None:
+    """Each prompt takes the place of the others, whose answers come back as far as they were rectified."""
+    flags = ("--max-total-tokens", "1024", "--context-length", "1024", "--enable-hierarchical-cache")
+    with serve(model, *FLAGS, *flags, "--hicache-ratio", "6", config=RESA) as server:
+        shown, asked = Showing(server), [drawn(seed, 100, 500) for seed in (5, 6, 7)]
+        first = [(with_image(prompt), output) for prompt, output in asked]
+        for prompt, output in first:
+            forced(shown, prompt, output)
+        for prompt, output in first:
+            turn, before = [*prompt, *output, *range(20, 29)], sparse_state(server)
+            second = forced(shown, turn, output[:20], active_ratio=1.0)
+            assert off(second, likely(turn, output[:20])) < 1e-4
+            from_host = second["meta_info"]["cached_tokens_details"]["host"]
+            assert from_host > len(prompt) + len(output) - INTERVAL - PAGE
+            assert spent(server, before)["arrived_pages_summarised"] == from_host // PAGE
         assert_nothing_leaked(server)
 
 

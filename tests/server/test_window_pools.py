@@ -1,10 +1,13 @@
 """Models whose layers with windows or chunks have a KV pool of their own, which frees what lies before these."""
 
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from approximate import ask, assert_same
 from checkpoints import by_transformers
 from server_requests import (
     RETRACT,
@@ -95,6 +98,52 @@ def test_other_models_agree_as_they_are_served_by_default(
         assert "Use sliding window memory pool" in server.log()
         assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
         assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "rank"),
+    [(("--pp-size", "2"), None), (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), 1)],
+    ids=["stages", "ranks"],
+)
+def test_stages_and_ranks_agree(
+    serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], rank: int | None
+) -> None:
+    """A stage has two pools for its own layers; a rank rectifies while the other one has no rows."""
+    likely = by_transformers(random_windowed(tmp_path, "GptOss", WINDOW))
+    (prompt,), (output,) = random_prompts(1, [300], 1000), random_prompts(2, [90], 1000)
+    more = (*FLAGS, "--moe-runner-backend", "triton")
+    with serve(tmp_path, *more, *flags, config=RESA, env=AT_ONCE) as server:
+        assert "Use sliding window memory pool" in server.log()
+        monkeypatch.setattr(server, "generate", partial(server.generate, data_parallel_rank=rank))
+        assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+def test_prompts_come_back_from_host_memory_and_a_store(serve, tmp_path: Path) -> None:
+    """Two prompts fill the KV pool; what arrives has its summaries computed again, and no token changes."""
+    model = random_windowed(tmp_path / "model", "Mellum", WINDOW)
+    (store := tmp_path / "store").mkdir()
+    flags = ("--max-total-tokens", "2048", "--context-length", "2048", *FLAGS, "--enable-hierarchical-cache")
+    flags += ("--hicache-ratio", "6", "--hicache-storage-backend", "file")
+    flags += ("--hicache-storage-prefetch-policy", "wait_complete")
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store)}
+    prompts, cold = random_prompts(11, (900, 700, 801, 650, 930), 1000), []
+    for place in ("host", "storage"):
+        with serve(model, *flags, config=RESA, env=env) as server:
+            cold = cold or [ask(server, prompt, 40) for prompt in prompts]
+            for prompt, expected in zip(prompts, cold, strict=True):
+                before = sparse_state(server)
+                answer = ask(server, prompt, 40)
+                assert_same(answer, expected)
+                arrived = answer["meta_info"]["cached_tokens_details"][place]
+                assert arrived >= len(prompt) - PAGE
+                assert spent(server, before)["arrived_pages_summarised"] == arrived // PAGE
+            assert_nothing_leaked(server)
+            written = None
+            while written != (written := len([*store.iterdir()])):
+                time.sleep(5)
 
 
 @pytest.mark.parametrize("dim", [64, pytest.param(512, marks=pytest.mark.long)])

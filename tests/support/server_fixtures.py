@@ -13,6 +13,8 @@ from forked_server import ForkedServer
 from launch.server import ServerProcess
 
 STRICT_MEMORY = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+# Other tests may run on some of a server's GPUs.
+SHARED_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +41,13 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractCon
         # A process that has seen the GPU cannot be forked.
         kind = ServerProcess if torch.cuda.is_available() else ForkedServer
         with kind(
-            checkpoint, "--page-size", "16", *flags, *sparse, log_path=log, env={**STRICT_MEMORY, **(env or {})}
+            checkpoint,
+            "--page-size",
+            "16",
+            *flags,
+            *sparse,
+            log_path=log,
+            env=STRICT_MEMORY | SHARED_GPUS | (env or {}),
         ) as server:
             yield server
 

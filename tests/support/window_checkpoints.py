@@ -6,7 +6,9 @@ from typing import Any
 from checkpoints import EXPERTS, fields, save
 
 
-def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **config: Any) -> Path:
+def random_windowed(
+    path: Path, family: str, window: int = 64, seed: int = 0, dtype: str = "float32", **config: Any
+) -> Path:
     """Random float32 checkpoint of six layers; 2 and 5 attend to all tokens and the others within a window.
 
     Hidden 256, 8 query and 2 KV heads of 32; ``config`` overrides. Sinks, which SGLang keeps in bfloat16, are such
@@ -17,6 +19,7 @@ def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **
         family: the beginning of its classes in transformers, see ``_OF_FAMILY``.
         window: tokens that a windowed layer sees, the newest among them.
         seed: of the weights.
+        dtype: that its config names; SGLang's gpt-oss keeps weights in it whatever ``--dtype`` says.
         **config: fields of its config.
     """
     import torch
@@ -30,7 +33,8 @@ def random_windowed(path: Path, family: str, window: int = 64, seed: int = 0, **
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):
             parameter.data.copy_(torch.randn_like(parameter).add(4).bfloat16())
-    return save(path, model, 1024, _published_mimo(window) if family == "MiMoV2Flash" else {})
+    published = _published_mimo(window) if family == "MiMoV2Flash" else {}
+    return save(path, model, 1024, {"dtype": dtype} | published)
 
 
 def _published_mimo(window: int) -> dict[str, Any]:
