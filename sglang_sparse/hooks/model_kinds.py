@@ -60,7 +60,6 @@ def _most(other: str = "", reasons: Mapping[str, str] = MappingProxyType({})) ->
         reasons: why, by the name of the limit, where it is known.
     """
     cures = (
-        ("speculative decoding", given("speculative_algorithm"), "leave out --speculative-algorithm"),
         ("--disaggregation-mode", other_than("disaggregation_mode", "null"), "allowed: null"),
         (
             "external cache linker",
@@ -77,6 +76,12 @@ def _most(other: str = "", reasons: Mapping[str, str] = MappingProxyType({})) ->
     return tuple(
         FlagLimit(name, got, f"{reasons.get(name, 'not proven yet')}; {cure}{other}") for name, got, cure in cures
     )
+
+
+def _drafts(reason: str, other: str = "") -> FlagLimit:
+    """Return the limit of a kind without speculative decoding; ``other`` is as in `_most`."""
+    cure = f"leave out --speculative-algorithm{other}"
+    return FlagLimit("speculative decoding", given("speculative_algorithm"), f"{reason}; {cure}")
 
 
 def _strategy(args: Arguments) -> object | None:
@@ -128,9 +133,9 @@ STATES = ModelKind(
             "SGLang copies states to host memory on GPUs alone, where it is not proven yet; leave out "
             "--enable-hierarchical-cache",
         ),
+        _drafts("what a verification does to the states is not followed"),
         *_most(
             reasons={
-                "speculative decoding": "what a verification does to the states is not followed",
                 "streaming sessions": "a turn would go on from the state behind a sparse answer",
                 "deterministic inference": "it is not proven that the kernels of states compute each row as if alone",
             },
@@ -149,6 +154,11 @@ WINDOW_POOL = ModelKind(
     "a model with a KV pool for its windows",
     lambda model: model.is_hybrid_swa,
     (
+        FlagLimit(
+            "speculative decoding",
+            lambda args: None if (name := args.speculative_algorithm) in (None, "EAGLE3", "SPARSE_SELF") else name,
+            f"not proven yet; allowed: EAGLE3, SPARSE_SELF, or add {_ONE_POOL}",
+        ),
         *_most(f", or add {_ONE_POOL}"),
         FlagLimit(
             "early release of windows",
@@ -177,11 +187,7 @@ CHUNKS = ModelKind(
     "a model with chunked attention",
     lambda model: model.is_local_attention_model,
     (
-        FlagLimit(
-            "speculative decoding",
-            given("speculative_algorithm"),
-            "SGLang's CUDA graphs verify drafts without chunks; leave out --speculative-algorithm",
-        ),
+        _drafts("SGLang's CUDA graphs verify drafts without chunks"),
         FlagLimit(
             "mixed chunk",
             given("enable_mixed_chunk"),
@@ -203,6 +209,7 @@ TOWERS = ModelKind(
         ),
         FlagLimit("mixed chunk", given("enable_mixed_chunk"), f"not proven yet; leave out --enable-mixed-chunk{_TEXT}"),
         # With --rl-on-policy-target SGLang numbers all tokens as text.
+        _drafts("not proven yet", _TEXT),
         *_most(_TEXT),
     ),
     # Of images, ids reach 31 bits, see ``prefix_keys.TOKEN_BITS``.

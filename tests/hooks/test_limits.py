@@ -67,7 +67,6 @@ LORA = (on("LoRA", "enable_lora"), on("LoRA", "lora_paths", ["adapter"]))
 _DRAFTS = tuple(on("speculative decoding", "speculative_algorithm", name) for name in ("EAGLE", "SPARSE_SELF"))
 # What most kinds of models refuse.
 _OF_MOST = (
-    *_DRAFTS,
     on("--disaggregation-mode", "disaggregation_mode", "decode"),
     on("external cache linker", "enable_unified_cache_external_linker"),
     on("streaming sessions", "enable_streaming_session"),
@@ -86,13 +85,18 @@ OF_KINDS = {
             on("mixed chunk", "enable_mixed_chunk"),
             on("pipeline parallelism", "pp_size", 2),
             on("hierarchical cache", "enable_hierarchical_cache"),
+            *_DRAFTS,
             *_OF_MOST,
         ),
     ),
     "a model with chunked attention": ("local_attention", (*_DRAFTS, on("mixed chunk", "enable_mixed_chunk"))),
     "a model with a KV pool for its windows": (
         "two_pools",
-        (*_OF_MOST, Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA")),
+        (
+            on("speculative decoding", "speculative_algorithm", "STANDALONE"),
+            *_OF_MOST,
+            Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA"),
+        ),
     ),
     "a model whose windows have KV of another shape": ("gemma4", (on("one KV pool", "disable_hybrid_swa_memory"),)),
     "a model with towers for media": (
@@ -101,6 +105,7 @@ OF_KINDS = {
             *(on("towers on other servers", flag) for flag in ("language_only", "encoder_only")),
             on("towers on other servers", "enable_adaptive_dispatch_to_encoder"),
             on("mixed chunk", "enable_mixed_chunk"),
+            *_DRAFTS,
             *_OF_MOST,
         ),
     ),

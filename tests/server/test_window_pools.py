@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from approximate import ask, assert_same
-from checkpoints import by_transformers
+from checkpoints import by_transformers, random_eagle3
 from server_requests import (
     RETRACT,
     ask_all,
@@ -118,6 +118,44 @@ def test_stages_and_ranks_agree(
         monkeypatch.setattr(server, "generate", partial(server.generate, data_parallel_rank=rank))
         assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
         assert_nothing_leaked(server)
+
+
+@pytest.mark.long
+def test_drafts_are_verified(serve, tmp_path: Path) -> None:
+    """By a head whose drafts are hardly ever right, then the model's own: all of these answers are a dense server's.
+
+    And so are answers behind sparse ones, in windows that the head's verifications have kept.
+    """
+    model = random_windowed(tmp_path / "model", "GptOss", WINDOW)
+    flags = (*FLAGS, "--moe-runner-backend", "triton")
+    prompts, ends = random_prompts(9, (150, 280, 335), 1000), random_prompts(10, (3, 3, 3), 1000)
+
+    def turns(answers: list[dict[str, Any]]) -> list[list[int]]:
+        return [[*one, *got["output_ids"], *end] for one, got, end in zip(prompts, answers, ends, strict=True)]
+
+    head = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path")
+    head += (str(random_eagle3(tmp_path / "head", model)), "--speculative-num-steps", "3")
+    head += ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+    with serve(model, *flags, *head, config=RESA, env=AT_ONCE) as server:
+        whole = ask_all(server, prompts, 60, {"active_ratio": 1.0})
+        server.flush_cache()
+        sparse = ask_all(server, prompts, 60)
+        behind = ask_all(server, turns(sparse), 20, {"active_ratio": 1.0})
+        for got, turn in zip(behind, turns(sparse), strict=True):
+            # Keys of the tree are pairs of tokens, of whole pages.
+            assert got["meta_info"]["cached_tokens"] > len(turn) - len(ends[0]) - INTERVAL - 2 * PAGE
+        assert_nothing_leaked(server)
+    own = ("--speculative-algorithm", "SPARSE_SELF", *SKIP_PREFILL)
+    with serve(model, *flags, *own, config={**RESA, "rectify_interval": 0}, env=AT_ONCE) as server:
+        lossless = ask_all(server, prompts, 60)
+        later = ask_all(server, turns(lossless), 20)
+        assert sparse_state(server)["accepted_tokens"] > 0
+        assert_nothing_leaked(server)
+    with serve(model, *flags, env=AT_ONCE) as server:
+        for found, asked in ((whole, prompts), (lossless, prompts), (later, turns(lossless)), (behind, turns(sparse))):
+            dense = ask_all(server, asked, len(found[0]["output_ids"]))
+            assert [answer["output_ids"] for answer in found] == [answer["output_ids"] for answer in dense]
+        assert all(one["output_ids"] != other["output_ids"] for one, other in zip(sparse, whole, strict=True))
 
 
 @pytest.mark.long
