@@ -20,8 +20,8 @@ decode step a position. (The plan flushes it between settings, so that no KV tha
 
 The command ends with status 1 where the server's counters do not show what a setting says, and where forced dense
 decode, tried first, does not give the log-probabilities of prefill: a mean difference of .01 or more, or a mean
-absolute one of .06. In bfloat16 the kernels of the two round each value differently, which cancels in the mean: by .04
-with Gemma 3 270M, on CPUs and GPUs, which float32 answers differently by .00004.
+absolute one of .06. In bfloat16 the kernels of the two round each value differently, which cancels in the mean. With
+Gemma 3 270M the absolute difference is .04 on average, on CPUs and GPUs, and .00004 in float32.
 """
 
 from __future__ import annotations

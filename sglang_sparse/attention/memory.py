@@ -366,10 +366,13 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
         raise RuntimeError(f"{settings.flag} needs {needed}, got {type(plain).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.decode.aux_specs(model)
-    held = plain.model_layer_ids
-    if model.stage and not set(held) <= set(range(*model.stage)):
-        raise RuntimeError(f"{settings.flag}: the KV pool has layers {held}, the stage {model.stage}: a bug")
     layers = model.here(settings.decode.sparse_layers(model.num_layers)) if settings.name else ()
+    held = plain.model_layer_ids
+    if not set(layers) <= set(held) or (model.stage and not set(held) <= set(range(*model.stage))):
+        raise RuntimeError(f"{settings.flag}: the KV pool has layers {held}, the stage {model.stage}: a bug")
+    if not held:
+        reason = f"{settings.flag}: a stage of layers {model.stage} has none of full attention"
+        raise SparseArgumentError(reason, field="--pp-size", allowed="a smaller --pp-size")
     page_size = settings.config.page_size
     num_pages = plain.get_key_buffer(plain.start_layer).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"

@@ -6,9 +6,9 @@ for the prefix cache at multiples of a number of tokens: rows that rectify do so
 keeps out what other rows store behind a sparse step.
 
 **Windows and chunks.** SGLang may give their layers a KV pool of their own, and frees there what lies before a window,
-which for chunks is as long as a chunk. ``scheduler/exact_kv.py`` keeps what rectification reads of it; what else reads
-KV of the past, or writes it elsewhere, is refused. ``--disable-hybrid-swa-memory`` keeps all KV in one pool, and needs
-more memory.
+which for chunks is as long as a chunk. ``scheduler/exact_kv.py`` keeps what rectification reads of it. What else reads
+KV of the past, or writes it elsewhere, was compared with transformers or is refused. ``--disable-hybrid-swa-memory``
+keeps all KV in one pool, and needs more memory.
 
 **Towers for images and videos.** Rectification encodes generated tokens alone, whose positions behind an image are
 those that SGLang's decoding gives them, see ``partial_batch.position_info``.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.flag_predicates import environment, require_none
+from sglang_sparse.hooks.flag_predicates import environment, require_none, uses_dp_attention
 from sglang_sparse.hooks.model_limits import TEXT_ALONE, has_towers, state_layers
 from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments, ModelConfig
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.groups import PrefillGroups
+
+_host_cache = given("enable_hierarchical_cache")
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,14 @@ STATES = ModelKind(
             "SGLang's Qwen3-Next has one stage, and others are not proven yet; allowed: --pp-size 1",
         ),
         FlagLimit(
+            "data-parallel attention",
+            uses_dp_attention,
+            "rows whose states are stored in one step may need several passes, and ranks share one; leave out "
+            "--enable-dp-attention",
+        ),
+        FlagLimit(
             "hierarchical cache",
-            given("enable_hierarchical_cache"),
+            _host_cache,
             "SGLang copies states to host memory on GPUs alone, where it is not proven yet; leave out "
             "--enable-hierarchical-cache",
         ),
@@ -150,14 +158,34 @@ STATES = ModelKind(
 
 _ONE_POOL = "--disable-hybrid-swa-memory"
 
+
+def _unproven_drafts(args: Arguments) -> str | None:
+    """The algorithm of drafts, if it is not proven in two pools."""
+    name = (args.speculative_algorithm or "").upper()
+    proven = name == "SPARSE_SELF" or (name == "EAGLE3" and args.sparse_method and not args.sparse_prefill_method)
+    return None if not name or (proven and not _host_cache(args)) else name
+
+
+def _prefilled_elsewhere(args: Arguments) -> str | None:
+    """The prefill method, if what it prefills is on ranks of attention or stages, or comes back from host memory."""
+    apart = uses_dp_attention(args) or above_one("pp_size")(args) or _host_cache(args)
+    return args.sparse_prefill_method if apart else None
+
+
 WINDOW_POOL = ModelKind(
     "a model with a KV pool for its windows",
     lambda model: model.is_hybrid_swa,
     (
         FlagLimit(
             "speculative decoding",
-            lambda args: None if (name := args.speculative_algorithm) in (None, "EAGLE3", "SPARSE_SELF") else name,
-            f"not proven yet; allowed: EAGLE3, SPARSE_SELF, or add {_ONE_POOL}",
+            _unproven_drafts,
+            "not proven yet; allowed without --enable-hierarchical-cache: SPARSE_SELF, or EAGLE3 with --sparse-method "
+            f"alone; or add {_ONE_POOL}",
+        ),
+        FlagLimit(
+            "--sparse-prefill-method on ranks, on stages or with host memory",
+            _prefilled_elsewhere,
+            f"not proven yet; leave it out, or add {_ONE_POOL}",
         ),
         *_most(f", or add {_ONE_POOL}"),
         FlagLimit(
@@ -208,8 +236,13 @@ TOWERS = ModelKind(
             f"{_TEXT}",
         ),
         FlagLimit("mixed chunk", given("enable_mixed_chunk"), f"not proven yet; leave out --enable-mixed-chunk{_TEXT}"),
-        # With --rl-on-policy-target SGLang numbers all tokens as text.
+        FlagLimit(
+            "--hicache-storage-backend",
+            given("hicache_storage_backend"),
+            f"not proven yet with images; leave it out{_TEXT}",
+        ),
         _drafts("not proven yet", _TEXT),
+        # With --rl-on-policy-target SGLang numbers all tokens as text.
         *_most(_TEXT),
     ),
     # Of images, ids reach 31 bits, see ``prefix_keys.TOKEN_BITS``.

@@ -85,6 +85,7 @@ OF_KINDS = {
             on("mixed chunk", "enable_mixed_chunk"),
             on("pipeline parallelism", "pp_size", 2),
             on("hierarchical cache", "enable_hierarchical_cache"),
+            Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
             *_DRAFTS,
             *_OF_MOST,
         ),
@@ -94,6 +95,14 @@ OF_KINDS = {
         "two_pools",
         (
             on("speculative decoding", "speculative_algorithm", "STANDALONE"),
+            Trigger("speculative decoding", {"speculative_algorithm": "EAGLE3", "enable_hierarchical_cache": True}),
+            *(
+                Trigger(
+                    "--sparse-prefill-method on ranks, on stages or with host memory",
+                    {"sparse_prefill_method": "skip_softmax", **where},
+                )
+                for where in ({"pp_size": 2}, {"attn_dp_size": 2, "tp_size": 2}, {"enable_hierarchical_cache": True})
+            ),
             *_OF_MOST,
             Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA"),
         ),
@@ -105,6 +114,7 @@ OF_KINDS = {
             *(on("towers on other servers", flag) for flag in ("language_only", "encoder_only")),
             on("towers on other servers", "enable_adaptive_dispatch_to_encoder"),
             on("mixed chunk", "enable_mixed_chunk"),
+            on("--hicache-storage-backend", "hicache_storage_backend", "file"),
             *_DRAFTS,
             *_OF_MOST,
         ),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,25 +128,16 @@ def test_follow_ups_hit_prompts_alone_and_agree(
         assert_abort_leaks_nothing(server, input_ids=random_prompts(8, [200], 1000)[0])
 
 
-RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
-
-
-@pytest.mark.parametrize(
-    ("flags", "env"),
-    [((), {}), ((), RETRACT), pytest.param(RANKS, {}, marks=pytest.mark.long)],
-    ids=["plain", "retracted", "two ranks"],
-)
+@pytest.mark.parametrize("env", [{}, RETRACT], ids=["plain", "retracted"])
 def test_rectified_answers_are_shared_up_to_their_last_state(
-    serve, model: Path, likely: Likely, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], env: dict[str, str]
+    serve, model: Path, likely: Likely, env: dict[str, str]
 ) -> None:
     """Six rows at once: a state is stored in the step that rectifies its row, at each multiple of 64 tokens."""
     lengths, tokens = (128, 150, 256, 290, 335, 410), (64, 141, 90, 94, 200, 38)
-    with serve(model, *FLAGS, *flags, config=RECTIFIED, env=env) as server:
-        if flags:
-            monkeypatch.setattr(server, "generate", partial(server.generate, data_parallel_rank=0))
+    with serve(model, *FLAGS, config=RECTIFIED, env=env) as server:
+        before = sparse_state(server)
         hits = assert_prompts_are_shared(server, likely, lengths, tokens)
-        # In the order in which the ranks have answered.
-        assert max(state["sparse"]["rectified_tokens"] for state in server.server_info()["internal_states"]) > 0
+        assert spent(server, before)["rectified_tokens"] > 0
         for length, answer, hit in zip(lengths, tokens, hits, strict=True):
             # The last token of an answer is not computed.
             end = (length + answer - 1) // GRID * GRID

@@ -226,7 +226,7 @@ def _with_media(folder: Path, prompt: list[int], images: Sequence[Any], video: A
 
 
 def random_eagle3(path: Path, target: Path, seed: int = 0) -> Path:
-    """Random float32 EAGLE3 head for a Qwen3 checkpoint, whose embedding and LM head it shares.
+    """Random float32 EAGLE3 head for a checkpoint of Qwen3 or gpt-oss, whose embedding and LM head it shares.
 
     It reads the outputs of all layers of the model but the last.
     """

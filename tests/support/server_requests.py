@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from eval import niah
 from eval.live.record import read_rows
 from launch.server import ServerProcess
 
+RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 # Requests are retracted again and again.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
@@ -84,6 +86,11 @@ def prompts_that_part(seed: int, shared: int, parts: list[tuple[int, int]]) -> l
     rng = random.Random(seed)
     first = [rng.randrange(10, 1000) for _ in range(shared + max(kept for kept, _ in parts))]
     return [first[: shared + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
+
+
+def asked_of(server: ServerProcess, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send all that is generated to one rank of attention."""
+    monkeypatch.setattr(server, "generate", partial(server.generate, data_parallel_rank=rank))
 
 
 def sparse_state(server: ServerProcess) -> dict[str, Any]:
