@@ -36,29 +36,26 @@ ON_TWO: dict[str, tuple[str, ...]] = {
 # As DeepSeek-V3.2 is usually launched.
 ON_TWO["dp-attention-mtp"] = (*ON_TWO["dp-attention"], *ON_ONE["mtp"])
 # A prefill server on the first GPU, a decode server on the second.
-NIXL = ("--disaggregation-transfer-backend", "nixl")
-BOOTSTRAP = str(free_port())
 PAIR = (("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode", "--base-gpu-id", "1"))
-ON_TWO["pair"] = NIXL
 TOKENS = 24
 # The second is not selected from; of the third, 2,048 of 9,000 are.
 PROMPTS = random_prompts(3, (40, 2000, 9000), VOCABULARY - 10)
 
 
 @contextmanager
-def servers(serve, model: Path, *flags: str, **options: Any) -> Iterator[Sequence[ServerProcess]]:
-    """Start a server, or the two of a pair."""
+def servers(
+    serve, model: Path, *flags: str, roles: Sequence[tuple[str, ...]] = ((),), **options: Any
+) -> Iterator[Sequence[ServerProcess]]:
+    """Start a server for each role, all at once."""
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        roles = PAIR if flags == NIXL else ((),)
-        port = ("--disaggregation-bootstrap-port", BOOTSTRAP) if flags == NIXL else ()
         started: list[AbstractContextManager[ServerProcess]] = [
-            serve(model, *FLAGS, *flags, *port, *role, **options) for role in roles
+            serve(model, *FLAGS, *flags, *role, **options) for role in roles
         ]
         yield [*pool.map(stack.enter_context, started)]
 
 
-def answers(servers: Sequence[ServerProcess]) -> list[dict[str, Any]]:
-    """The answers of the last server; a pair's two are asked at once."""
+def answers(servers: Sequence[ServerProcess], port: int) -> list[dict[str, Any]]:
+    """The answers of the last server; a pair's two, which meet at a port, are asked at once."""
     found = []
     with ThreadPoolExecutor() as pool:
         for server in servers:
@@ -67,18 +64,20 @@ def answers(servers: Sequence[ServerProcess]) -> list[dict[str, Any]]:
             params = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
             request: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
             if len(servers) > 1:
-                request |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(BOOTSTRAP)}
+                request |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
                 request["bootstrap_room"] = random.getrandbits(62)
             found.append([*pool.map(lambda server, request=request: server.generate(**request), servers)][-1])
     return found
 
 
-def compared(serve, model: Path, flags: tuple[str, ...]) -> None:
+def compared(
+    serve, model: Path, flags: tuple[str, ...], roles: Sequence[tuple[str, ...]] = ((),), port: int = 0
+) -> None:
     """SGLang's selection leaves open which of two equal tokens it takes, so that a long answer may part from itself."""
-    with servers(serve, model, *flags) as stock:
-        dense, again = answers(stock), answers(stock)
-    with servers(serve, model, *flags, method="dsa", config=NATIVE) as ours:
-        found = answers(ours)
+    with servers(serve, model, *flags, roles=roles) as stock:
+        dense, again = answers(stock, port), answers(stock, port)
+    with servers(serve, model, *flags, roles=roles, method="dsa", config=NATIVE) as ours:
+        found = answers(ours, port)
         for server in ours:
             assert sparse_state(server)["method"] == "dsa"
         assert sparse_state(ours[-1])["decode_rows"] > 0
@@ -101,6 +100,12 @@ def test_features_on_one_gpu(serve, tmp_path: Path, feature: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("feature", ON_TWO)
 def test_features_on_two_gpus(serve, tmp_path: Path, feature: str) -> None:
-    if feature == "pair":
-        pytest.importorskip("nixl", reason="the pair's transfer needs the package nixl")
     compared(serve, dsa_slice(tmp_path, MODELS[0]), ON_TWO[feature])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_pair_on_two_gpus(serve, tmp_path: Path) -> None:
+    pytest.importorskip("nixl", reason="the pair's transfer needs the package nixl")
+    port = free_port()
+    flags = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(port))
+    compared(serve, dsa_slice(tmp_path, MODELS[0]), flags, PAIR, port)
