@@ -240,22 +240,15 @@ def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
     parallel = get_parallel()
     tp_size, num_layers = parallel.attn_tp_size, model_config.num_hidden_layers
     stage = get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size) if parallel.pp_size > 1 else None
-    if model_config.attention_arch.name == "MLA":
-        return ModelShape(
-            num_layers=num_layers,
-            num_q_heads=model_config.get_num_attention_heads(tp_size),
-            num_kv_heads=1,
-            head_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
-            kv_dtype=kv_dtype,
-            rope_dim=model_config.qk_rope_head_dim,
-            stage=stage,
-        )
+    latent = model_config.attention_arch.name == "MLA"
+    rope_dim = model_config.qk_rope_head_dim if latent else 0
     return ModelShape(
         num_layers=num_layers,
         num_q_heads=model_config.get_num_attention_heads(tp_size),
-        num_kv_heads=model_config.get_num_kv_heads(tp_size),
-        head_dim=model_config.head_dim,
+        num_kv_heads=1 if latent else model_config.get_num_kv_heads(tp_size),
+        head_dim=model_config.kv_lora_rank + rope_dim if latent else model_config.head_dim,
         kv_dtype=kv_dtype,
+        rope_dim=rope_dim,
         stage=stage,
     )
 
@@ -349,8 +342,8 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
 
     Raises:
-        RuntimeError: the KV pool is not SGLang's plain one for the method's kind of attention, or has other layers
-            than the stage.
+        RuntimeError: the KV pool is not SGLang's plain one for this attention, or has other layers than the stage.
+        SparseArgumentError: a stage has no layer to attend in.
     """
     settings = hooked_settings_of(configurator.server_args)
     if settings is None or configurator.is_draft_worker:
@@ -367,12 +360,11 @@ def attach_aux_pools(kv_pool: KVPool, configurator: KVCacheConfigurator, **_: ob
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.decode.aux_specs(model)
     layers = model.here(settings.decode.sparse_layers(model.num_layers)) if settings.name else ()
-    held = plain.model_layer_ids
-    if not set(layers) <= set(held) or (model.stage and not set(held) <= set(range(*model.stage))):
+    held = set(plain.model_layer_ids)
+    if not held.issuperset(layers) or not held.issubset(range(*model.stage) if model.stage else held):
         raise RuntimeError(f"{settings.flag}: the KV pool has layers {held}, the stage {model.stage}: a bug")
     if not held:
-        reason = f"{settings.flag}: a stage of layers {model.stage} has none of full attention"
-        raise SparseArgumentError(reason, field="--pp-size", allowed="a smaller --pp-size")
+        raise SparseArgumentError(f"{settings.flag}: a stage has no layer of full attention; lower --pp-size")
     page_size = settings.config.page_size
     num_pages = plain.get_key_buffer(plain.start_layer).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"

@@ -72,6 +72,8 @@ _OF_MOST = (
     on("streaming sessions", "enable_streaming_session"),
     on("deterministic inference", "enable_deterministic_inference"),
 )
+_PREFILLED = "--sparse-prefill-method on ranks, on stages or with host memory"
+_APART = ({"pp_size": 2}, {"attn_dp_size": 2, "tp_size": 2}, {"enable_hierarchical_cache": True})
 # By kind of model: one of ``model_configs``, and what it refuses.
 OF_KINDS = {
     "a model with recurrent states": (
@@ -85,9 +87,8 @@ OF_KINDS = {
             on("mixed chunk", "enable_mixed_chunk"),
             on("pipeline parallelism", "pp_size", 2),
             on("hierarchical cache", "enable_hierarchical_cache"),
-            Trigger("data-parallel attention", {"attn_dp_size": 2, "tp_size": 2}),
-            *_DRAFTS,
-            *_OF_MOST,
+            Trigger("data-parallel attention", _APART[1]),
+            *(*_DRAFTS, *_OF_MOST),
         ),
     ),
     "a model with chunked attention": ("local_attention", (*_DRAFTS, on("mixed chunk", "enable_mixed_chunk"))),
@@ -96,14 +97,7 @@ OF_KINDS = {
         (
             on("speculative decoding", "speculative_algorithm", "STANDALONE"),
             Trigger("speculative decoding", {"speculative_algorithm": "EAGLE3", "enable_hierarchical_cache": True}),
-            *(
-                Trigger(
-                    "--sparse-prefill-method on ranks, on stages or with host memory",
-                    {"sparse_prefill_method": "skip_softmax", **where},
-                )
-                for where in ({"pp_size": 2}, {"attn_dp_size": 2, "tp_size": 2}, {"enable_hierarchical_cache": True})
-            ),
-            *_OF_MOST,
+            *(*_OF_MOST, *(Trigger(_PREFILLED, {"sparse_prefill_method": "skip_softmax"} | where) for where in _APART)),
             Trigger("early release of windows", variable="SGLANG_OPT_RELEASE_PREFILL_SWA"),
         ),
     ),
@@ -115,8 +109,7 @@ OF_KINDS = {
             on("towers on other servers", "enable_adaptive_dispatch_to_encoder"),
             on("mixed chunk", "enable_mixed_chunk"),
             on("--hicache-storage-backend", "hicache_storage_backend", "file"),
-            *_DRAFTS,
-            *_OF_MOST,
+            *(*_DRAFTS, *_OF_MOST),
         ),
     ),
 }
