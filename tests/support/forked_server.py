@@ -14,6 +14,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -50,6 +51,8 @@ IMPORTS = [
 ]
 # Set in the process that servers are forked from.
 _FORKS = "SGLANG_SPARSE_TESTS_FORK"
+# The two servers of a pair are started at once.
+_BEGINNING = threading.Lock()
 
 
 def _context() -> ForkServerContext:
@@ -112,10 +115,11 @@ class Forked:
     """Stand-in for ``subprocess.Popen``: the fork that runs ``python`` with these arguments, see `_run`."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: str) -> None:
-        context = _context()
-        _begin()
-        self._process: ForkServerProcess = context.Process(target=_run, args=(command, env, log))
-        self._process.start()
+        with _BEGINNING:
+            context = _context()
+            _begin()
+            self._process: ForkServerProcess = context.Process(target=_run, args=(command, env, log))
+            self._process.start()
 
     @property
     def pid(self) -> int:
