@@ -15,7 +15,7 @@ import folder_transfer
 import pytest
 import torch
 from approximate import METHODS, ask, assert_same, model_of
-from server_requests import RETRACT, assert_no_error, random_prompts, sparse_state
+from server_requests import RANKS, RETRACT, assert_no_error, random_prompts, sparse_state
 
 from launch.server import ServerProcess
 
@@ -25,7 +25,6 @@ FLAGS += ("--dtype", "float32")
 PROMPTS = random_prompts(11, (900, 801, 12), 1000)
 # Two of these fill the KV pool of a test.
 MANY = random_prompts(12, (900, 700, 930), 1000)
-REPLICAS = ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention")
 STAGES = ("--pp-size", "2")
 Ask = Callable[..., dict[str, Any]]
 
@@ -188,7 +187,7 @@ def test_both_servers_compute_with_a_requests_adapter(serve, tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("resa", REPLICAS), ("resa and anchor", STAGES), ("robsa", REPLICAS), ("skip_softmax", STAGES)],
+    [("resa", RANKS), ("resa and anchor", STAGES), ("robsa", RANKS), ("skip_softmax", STAGES)],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
 )
 def test_ranks_of_a_pair_answer_as_one_server_does(

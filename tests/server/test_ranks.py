@@ -12,7 +12,7 @@ import approximate
 import pytest
 import torch
 from checkpoints import untied
-from server_requests import assert_nothing_leaked, random_prompts
+from server_requests import RANKS, assert_nothing_leaked, random_prompts
 
 from launch.server import ServerProcess
 
@@ -76,7 +76,7 @@ def started(serve, name: str, *flags: str, model: Path | None = None) -> Abstrac
 
 @pytest.mark.parametrize("name", ["resa and anchor", "robsa", "rocketkv"])
 def test_ranks_of_attention_answer_as_one_does(serve, alone, name: str) -> None:
-    with started(serve, name, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention") as server:
+    with started(serve, name, *RANKS) as server:
         # One after the other, each rank in turn while the other one idles; then all at once, with prompts and answers
         # of both ranks side by side; then from each rank's prefix cache.
         for prompt, expected in zip(PROMPTS, alone(name), strict=True):
@@ -104,7 +104,7 @@ def test_ranks_rectify_together(serve, monkeypatch: pytest.MonkeyPatch, name: st
 
     # Of the MLA model's dense layers each rank has the whole.
     whole = ("--moe-dense-tp-size", "1") if name == "robsa" else ()
-    with started(serve, name, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *whole) as server:
+    with started(serve, name, *RANKS, *whole) as server:
         for rank in range(2):
             assert_same(at(rank)[:: 1 - 2 * rank], expected)
         for state in states(server):
@@ -164,8 +164,7 @@ def test_rows_of_micro_batches_keep_their_places(serve, monkeypatch: pytest.Monk
     model = untied(model_of("resa"), tmp_path)
     with started(serve, "resa", model=model) as server:
         expected = [server.generate(input_ids=prompt, **ASKED) for prompt in PROMPTS]
-    ranks, stages = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), ("--pp-size", "2")
-    for flags in (stages, ranks):
+    for flags in (("--pp-size", "2"), RANKS):
         with started(serve, "resa", *flags, model=model) as server:
             assert_same(server.generate(input_ids=PROMPTS * 3, **ASKED), expected * 3)
             assert all(state["rectified_tokens"] > 0 for state in states(server))

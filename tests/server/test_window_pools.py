@@ -119,11 +119,10 @@ def test_stages_and_ranks_agree(
         assert "Use sliding window memory pool" in server.log()
         # Both ranks have rows, of which one prefills while the other one decodes and rectifies.
         with ThreadPoolExecutor() as pool:
-            asked = [(prompt[:length], output) for length in (300, 90, 200, 256)]
-            for one, found in zip(
-                asked, pool.map(lambda one: forced(server, *one, active_ratio=1.0), asked), strict=True
-            ):
-                assert off(found, likely(*one)) < 1e-4
+            cut = [prompt[:length] for length in (300, 90, 200, 256)]
+            found = pool.map(lambda one: forced(server, one, output, active_ratio=1.0), cut)
+            for one, answer in zip(cut, found, strict=True):
+                assert off(answer, likely(one, output)) < 1e-4
         asked_of(server, rank, monkeypatch)
         server.flush_cache()
         assert_agrees(server, likely, prompt, output, INTERVAL + PAGE)
