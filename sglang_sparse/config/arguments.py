@@ -49,6 +49,7 @@ class Arguments:
     enable_dp_attention: bool
     enable_mixed_chunk: bool
     enable_pd_role_switch: bool
+    enable_return_aux_hidden_states: bool
     grpc_mode: bool
     kv_cache_dtype: str
     load_format: str
@@ -68,7 +69,6 @@ class Arguments:
     sparse_method: str | None
     sparse_prefill_config: str | dict[str, object] | None
     sparse_prefill_method: str | None
-    speculative_algorithm: str | None
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
     speculative_eagle_topk: int | None
@@ -95,6 +95,12 @@ class Arguments:
             declare_resolution(self.record, SOURCE, **{name: value})
         else:
             setattr(self.record, name, value)
+
+    @property
+    def speculative_algorithm(self) -> str | None:
+        """The algorithm that drafts; where auxiliary hidden states are returned, its flag only says which these are."""
+        found = self.__getattr__("speculative_algorithm")
+        return None if self.enable_return_aux_hidden_states else cast("str | None", found)
 
     def get_model_config(self) -> ModelConfig:
         """Return the model, which SGLang caches from now on."""

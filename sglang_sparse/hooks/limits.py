@@ -26,9 +26,6 @@ _CANARY = other_than("kv_canary", "none")
 _ON_PREFILL = "served on a pair's prefill server without --sparse-prefill-method"
 
 _UNCOMPARED = "not yet compared with SGLang's own kernels on GPUs"
-_PER_TOKEN = (
-    "a rectifying pass computes them again for each token that it re-encodes, and SGLang expects each token once"
-)
 _PER_DRAFT = "a verification also computes them for drafts that it rejects"
 # All-to-alls for which SGLang pads each rank's tokens to the most that a rank has.
 PADDED = ("pplx", "deepep_v2")
@@ -218,8 +215,6 @@ RECTIFY_LIMITS = (
         other_than("moe_a2a_backend", "none"),
         "not proven yet; with data-parallel attention SGLang may tell a rank only its own token count",
     ),
-    FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_TOKEN),
-    FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_TOKEN),
 )
 
 _TREE_OF_A_PAIR = FlagLimit(
@@ -287,7 +282,6 @@ DRAFT_LIMITS = (
     FlagLimit("mixed chunk", given("enable_mixed_chunk"), "rounds and prompts cannot share a pass"),
     FlagLimit("custom logit processors", given("enable_custom_logit_processor"), "they see one token a pass"),
     FlagLimit("returned hidden states", given("enable_return_hidden_states", "return_hidden_states_mode"), _PER_DRAFT),
-    FlagLimit("returned auxiliary hidden states", given("enable_return_aux_hidden_states"), _PER_DRAFT),
     FlagLimit("returned routed experts", given("enable_return_routed_experts"), _PER_DRAFT),
 )
 

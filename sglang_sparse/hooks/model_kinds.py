@@ -2,8 +2,8 @@
 
 **Recurrent states.** A sparse step leaves approximate KV and an approximate state, which the next step overwrites.
 Rectification goes on from copies, see ``attention/exact_states.py``. SGLang's strategy ``extra_buffer`` stores states
-for the prefix cache at multiples of a number of tokens: rows that rectify do so there, and ``scheduler/exact_kv.py``
-keeps out what other rows store behind a sparse step.
+for the prefix cache at multiples of a number of tokens: rows that rectify do so there, as many as fit in a pass, and
+``scheduler/exact_kv.py`` keeps out what other rows store behind a sparse step.
 
 **Windows and chunks.** SGLang may give their layers a KV pool of their own, and frees there what lies before a window,
 which for chunks is as long as a chunk. ``scheduler/exact_kv.py`` keeps what rectification reads of it. What else reads
@@ -128,12 +128,6 @@ STATES = ModelKind(
             "pipeline parallelism",
             above_one("pp_size"),
             "SGLang's Qwen3-Next has one stage, and others are not proven yet; allowed: --pp-size 1",
-        ),
-        FlagLimit(
-            "data-parallel attention",
-            uses_dp_attention,
-            "rows whose states are stored in one step may need several passes, and ranks share one; leave out "
-            "--enable-dp-attention",
         ),
         FlagLimit(
             "hierarchical cache",

@@ -73,6 +73,13 @@ HOOKS = (
         "decide which rows run sparse, and track how much of each request's KV is exact",
     ),
     Hook(
+        "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end",
+        "self, forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=False",
+        "AROUND",
+        "scheduler.partial_batch:keep_experts",
+        "return a token's experts from the step that computed it, and not from a rectifying pass behind it",
+    ),
+    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "self, obj, request=None",
         "AROUND",

@@ -1,10 +1,12 @@
-"""Choice of the rows that a decode step rectifies: pure functions, so that tensor-parallel ranks agree."""
+"""Choice of the rows that a decode step rectifies, and of their passes, by which tensor-parallel ranks agree."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+
+from sglang_sparse.scheduler.partial_batch import Span
 
 
 def due_rows(
@@ -37,8 +39,13 @@ def due_rows(
     # Near its capacity a pass must take what it can get, or the last rows would be late.
     busy = 2 * load > batch
     chosen = [row for row in rows[:batch] if busy or left[row] <= 0 or 2 * pending[row] >= intervals[row]]
-    fitting = sum(tokens <= max_tokens for tokens in accumulate(pending[row] for row in chosen))
-    return sorted(chosen[: max(1, fitting)])
+    return first_fitting(chosen, pending, max_tokens)
+
+
+def first_fitting(rows: Sequence[int], pending: Sequence[int], max_tokens: int) -> list[int]:
+    """Return the first of some rows, in ascending order, that fit in a pass of ``max_tokens``; at least one."""
+    fitting = sum(tokens <= max_tokens for tokens in accumulate(pending[row] for row in rows))
+    return sorted(rows[: max(1, fitting)])
 
 
 def ripe_rows(pending: Sequence[int], intervals: Sequence[int]) -> list[int]:
@@ -49,3 +56,15 @@ def ripe_rows(pending: Sequence[int], intervals: Sequence[int]) -> list[int]:
         intervals: likewise.
     """
     return [row for row, count in enumerate(pending) if intervals[row] and count >= intervals[row]]
+
+
+def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list[Span]]:
+    """Split spans into passes of at most ``max_batch`` spans and ``max_tokens`` tokens, or a single span."""
+    groups: list[list[Span]] = []
+    for span in spans:
+        last = groups[-1] if groups else []
+        if last and len(last) < max_batch and sum(other.tokens for other in last) + span.tokens <= max_tokens:
+            last.append(span)
+        else:
+            groups.append([span])
+    return groups

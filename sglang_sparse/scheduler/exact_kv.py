@@ -254,7 +254,9 @@ def exact_checkpoint(
     Returns:
         How many tokens the state covers that is inserted with them, and its place; None for no state and no tokens.
     """
-    exact, latest = shareable_len(request), request.kv.mamba_last_track_seqlen
-    if exact is not None and latest is not None and latest > exact:
-        return None
+    state, latest = state_of(request), request.kv.mamba_last_track_seqlen
+    if state is not None and latest is not None:
+        exact = latest if state.shareable_len is None else state.shareable_len
+        if latest > exact or latest == state.approximate_state:
+            return None
     return original(component, request, token_ids_len)

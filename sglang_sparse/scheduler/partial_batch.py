@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from sglang_sparse.scheduler.request_fields import pool_row, position_shift
 from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
     from sglang.srt.model_executor.model_runner import ModelRunnerOutput
+    from sglang.srt.state_capturer.base import TopkCaptureOutput
 
 # The attribute of a batch whose pass runs dense, whatever its requests are.
 DENSE_PASS = "dense_pass"
@@ -29,6 +30,10 @@ LATER = "later_draft"
 SHIFTS = "position_shifts"
 # The attributes of SGLang's output of a model's last stage that have a row for each of the batch.
 OF_ROWS = ("next_token_logits", "hidden_states")
+# Those of its output of routed experts that have a row for each token.
+OF_TOKENS = ("out_cache_loc", "topk")
+# The attribute of a ``ForwardBatch`` over spans: the places of the tokens that no pass before has computed.
+NEWEST = "sglang_sparse_newest"
 # The attribute of a batch that all ranks of data-parallel attention have gathered: this rank's Rectification, or the
 # JointPass of others, or None.
 STEP = "sglang_sparse_step"
@@ -94,6 +99,7 @@ class Outputs:
         self._rows = rows
         self._found: dict[str, torch.Tensor] = {}
         self._handed: list[PPProxyTensors] = []
+        self._routed: list[TopkCaptureOutput] = []
         self._output: ModelRunnerOutput | None = None
 
     def add(self, rows: Sequence[int], tokens: int, output: ModelRunnerOutput) -> None:
@@ -103,6 +109,8 @@ class Outputs:
         if not rows:
             return
         self._output, found = output, output.logits_output
+        if output.routed_experts_output is not None:
+            self._routed.append(output.routed_experts_output)
         if isinstance(found, PPProxyTensors):
             # A graph hands on its padding, too.
             self._handed.append(PPProxyTensors({name: part[:tokens] for name, part in found.tensors.items()}))
@@ -126,8 +134,36 @@ class Outputs:
             )
         else:
             vars(output.logits_output).update(self._found)
+        if self._routed:
+            parts = {name: torch.cat([getattr(part, name) for part in self._routed]) for name in OF_TOKENS}
+            output.routed_experts_output = replace(self._routed[0], **parts)
         output.can_run_graph = False
         return output
+
+
+def keep_experts(
+    original: Callable[..., TopkCaptureOutput | None],
+    capturer: object,
+    forward_batch: ForwardBatch,
+    *args: object,
+    no_copy_to_cpu: bool = False,
+    **kwargs: object,
+) -> TopkCaptureOutput | None:
+    """Around ``BaseTopkCapturer.on_forward_end``: of a span, keep what its newest token was routed to.
+
+    The others keep what the steps found that sampled behind them.
+    """
+    newest = getattr(forward_batch, NEWEST, None)
+    if newest is None:
+        return original(capturer, forward_batch, *args, no_copy_to_cpu=no_copy_to_cpu, **kwargs)
+    found = original(capturer, forward_batch, *args, no_copy_to_cpu=True, **kwargs)
+    assert found is not None
+    places = to_device(newest, torch.int64, found.topk.device)
+    found.map_device_tensors(lambda part: part[places] if no_copy_to_cpu else part[places].cpu())
+    if no_copy_to_cpu:
+        return found
+    found.finalize()
+    return None
 
 
 def extend_view(batch: ScheduleBatch, spans: Sequence[Span], newest: torch.Tensor | None = None) -> ScheduleBatch:

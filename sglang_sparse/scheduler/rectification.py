@@ -24,8 +24,9 @@ import torch
 from sglang_sparse.attention.protocols import ModelRunner, ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
 from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
 from sglang_sparse.scheduler import prompt_windows
-from sglang_sparse.scheduler.due_rows import due_rows, ripe_rows
+from sglang_sparse.scheduler.due_rows import due_rows, first_fitting, grouped, ripe_rows
 from sglang_sparse.scheduler.partial_batch import (
+    NEWEST,
     STEP,
     JointPass,
     Outputs,
@@ -110,7 +111,11 @@ def plan_step(
     due = ripe_rows(pending, intervals) if alone else due_rows(pending, intervals, *most)
     # SGLang stores the states of these rows for the prefix cache in this step, where exact ones alone may be.
     stored = [row for row, here in enumerate(batch.mamba_track_mask_cpu or ()) if here and intervals[row]]
-    due = sorted({*due, *stored})
+    if stored:
+        due = first_fitting([*stored, *sorted(set(due).difference(stored))], pending, max_tokens)
+        for state, length in ((states[row], lengths[row]) for row in stored if row not in due):
+            assert state is not None
+            state.approximate_state = length
     urgent = bool(due)
     if shared and not due:
         due = due_rows(pending, intervals, *most, anyway=True)
@@ -118,7 +123,7 @@ def plan_step(
         return None
     spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
     late = [max(0, pending[row] - intervals[row]) for row in due]
-    if alone or stored:
+    if alone:
         ends = accumulate((len(group) for group in grouped(spans, len(due), max_tokens)), initial=0)
         parts = [list(range(first, last)) for first, last in pairwise(ends)]
     elif divide:
@@ -181,7 +186,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     def run(view: ScheduleBatch, **handed: object) -> Any:
         wanted = forward_batch.capture_hidden_mode
         # Hidden states of a rectifying pass, too, are the newest token's alone: the others have been returned.
-        inner = _forward_batch(view, runner, wanted and min(wanted, type(wanted).LAST))
+        inner = _forward_batch(view, runner, wanted and min(wanted, type(wanted).LAST), sampled=True)
         backend.begin(inner)
         # An event of the pass before says nothing of what this one reads, which may publish none.
         runner.shared_read_done_event = None
@@ -224,16 +229,19 @@ def _views(step: Rectification) -> Iterator[tuple[list[int], ScheduleBatch]]:
         yield [], idle_view(batch)
 
 
-def _forward_batch(view: Any, runner: Any, capture_hidden_mode: Any = None) -> ForwardBatch:
+def _forward_batch(view: Any, runner: Any, capture_hidden_mode: Any, sampled: bool) -> ForwardBatch:
     from sglang.srt.model_executor import forward_batch_info
 
-    return forward_batch_info.ForwardBatch.init_new(
+    made = forward_batch_info.ForwardBatch.init_new(
         view,
         runner,
         capture_hidden_mode=capture_hidden_mode,
         return_hidden_states_before_norm=False,
         extend_position_info=position_info(view, runner.model_config.model_is_mrope),
     )
+    if view.forward_mode.is_extend():
+        setattr(made, NEWEST, [end - 1 for end in accumulate(view.extend_lens)] if sampled else [])
+    return made
 
 
 @functools.cache
@@ -248,11 +256,10 @@ def _warn_eager() -> None:
 
 def _count(counts: RectifyCounts, spans: Sequence[Span], late: Sequence[int]) -> None:
     counts.passes += 1
-    for span, waited in zip(spans, late, strict=True):
-        counts.requests += 1
-        counts.tokens += span.tokens
-        counts.delay_steps += waited
-        counts.max_delay_steps = max(counts.max_delay_steps, waited)
+    counts.requests += len(spans)
+    counts.tokens += sum(span.tokens for span in spans)
+    counts.delay_steps += sum(late)
+    counts.max_delay_steps = max(counts.max_delay_steps, *late)
 
 
 def follow_results(original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: object) -> None:
@@ -325,18 +332,6 @@ def _rectify_committed(scheduler: Scheduler, batch: ScheduleBatch, config: Recti
         _launch(scheduler, batch, spans)
 
 
-def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list[Span]]:
-    """Split spans into passes of at most ``max_batch`` spans and ``max_tokens`` tokens, or a single span."""
-    groups: list[list[Span]] = []
-    for span in spans:
-        last = groups[-1] if groups else []
-        if last and len(last) < max_batch and sum(other.tokens for other in last) + span.tokens <= max_tokens:
-            last.append(span)
-        else:
-            groups.append([span])
-    return groups
-
-
 def hold_release(original: Callable[..., None], request: Req, tree_cache: RadixTree, *, checkpoint: bool) -> None:
     """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet.
 
@@ -385,7 +380,7 @@ def _encode(runner: Any, view: ScheduleBatch) -> None:
     """Run a pass of its own from which nothing is sampled and nothing is returned."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-    runner.forward(_forward_batch(view, runner, CaptureHiddenMode.NULL))
+    runner.forward(_forward_batch(view, runner, CaptureHiddenMode.NULL, sampled=False))
     # Whatever it published, it may not be the last pass of its step that reads req_to_token.
     runner.shared_read_done_event = None
 

@@ -34,6 +34,7 @@ class RequestState:
             they are chosen.
         verified_from: where its last verification began, if that was one which may run sparse and ran dense for it.
         compacted: it holds this alone, and no longer its prompt, see ``scheduler/compaction.py``.
+        approximate_state: the tokens behind which its last recurrent state was stored that was not exact.
     """
 
     options: RequestOptions
@@ -44,6 +45,7 @@ class RequestState:
     kept: tuple[int, int] = (0, 0)
     compacted: bool = False
     verified_from: int | None = None
+    approximate_state: int | None = None
 
 
 def state_of(request: object) -> RequestState | None:

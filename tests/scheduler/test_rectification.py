@@ -1,6 +1,7 @@
 """Tests of the rows that a step rectifies: deadlines are kept, and few steps carry a second pass."""
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import rectification
-from sglang_sparse.scheduler.due_rows import due_rows, ripe_rows
+from sglang_sparse.scheduler.due_rows import due_rows, grouped, ripe_rows
 from sglang_sparse.scheduler.partial_batch import Span
-from sglang_sparse.scheduler.rectification import grouped
 from sglang_sparse.scheduler.request_state import ATTRIBUTE
 
 
@@ -221,15 +221,36 @@ def test_alone_a_row_is_due_when_its_interval_is_reached_and_neither_sooner_nor_
     assert ripe_rows([8] * 100, [8] * 100) == list(range(100))
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_rows_that_are_due_alone_share_passes_of_a_chunk(deterministic: bool) -> None:
-    lengths, exact = [140, 300, 90, 250, 77], [108, 268, 58, 240, 77]
+def planned(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    stored: list[bool] | None = None,
+    shared: bool = False,
+    deterministic: bool = False,
+) -> tuple[rectification.Rectification, list[Any]]:
+    """Plan a step of rows that are exact up to their starts, in passes of 64 tokens; return their states, too."""
     options = SimpleNamespace(rectify_interval=32)
-    states = [SimpleNamespace(shareable_len=start, options=options) for start in exact]
+    states = [SimpleNamespace(shareable_len=start, options=options, approximate_state=None) for start in starts]
     requests: Any = [SimpleNamespace(multimodal_inputs=None, **{ATTRIBUTE: state}) for state in states]
-    batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests, mamba_track_mask_cpu=None)
+    batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests, mamba_track_mask_cpu=stored)
     served = build("resa", {"rectify_max_batch": 1})
     served.decode.deterministic = deterministic
-    step = rectification.plan_step(served, batch, 64)
+    step = rectification.plan_step(served, batch, 64, shared=shared)
     assert step is not None and step.late == [0] * len(step.due)
+    return step, states
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_rows_that_are_due_alone_share_passes_of_a_chunk(deterministic: bool) -> None:
+    step, _ = planned((108, 268, 58, 240, 77), (140, 300, 90, 250, 77), deterministic=deterministic)
     assert (step.due, step.parts) == (([0, 1, 2], [[0, 1], [2]]) if deterministic else ([0], [[0]]))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_whose_states_are_stored_take_the_room_of_a_pass(shared: bool) -> None:
+    """Row 0 is due, and the others store states in this step, of which the last one finds no room."""
+    step, states = planned((168, 236, 294, 360), (200, 256, 320, 384), [False, True, True, True], shared=shared)
+    assert (step.due, step.parts, step.urgent) == ([1, 2], [[0, 1]], True)
+    assert [state.approximate_state for state in states] == [None, None, None, 384]
+    step, states = planned((168, 250, 310, 380), (200, 256, 320, 384), [False, True, True, True], shared=shared)
+    assert (step.due, [state.approximate_state for state in states]) == ([0, 1, 2, 3], [None] * 4)

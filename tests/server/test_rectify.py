@@ -1,11 +1,14 @@
 """Rectification on real servers: the same tokens, exact KV, and no token forwarded more than twice."""
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import approximate
+import numpy as np
 import pytest
 from server_load import TOKENS as LOAD_TOKENS
 from server_load import chaos
@@ -13,6 +16,7 @@ from server_requests import (
     ask_all,
     assert_exact,
     assert_nothing_leaked,
+    forced,
     greedy,
     logprobs,
     random_prompts,
@@ -227,14 +231,22 @@ def test_under_retractions_and_aborts_what_finishes_equals_a_quiet_run(server, s
         assert output == quiet[index], f"prompt {index} of {len(load.finished)} finished ones"
 
 
+AUXILIARY = ("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3")
+
+
 @pytest.mark.long
-def test_hidden_states_are_those_of_each_generated_token(serve) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [("--enable-return-hidden-states",), (*AUXILIARY, "--return-aux-hidden-state-layer-ids", "1", "2")],
+    ids=["last layer", "auxiliary"],
+)
+def test_hidden_states_are_those_of_each_generated_token(serve, flags: tuple[str, ...]) -> None:
     """Of rows that ask for them and rows that do not, in shared rectifying passes."""
     asked = [(prompt, states) for prompt in random_prompts(11, (300, 50), 1000) for states in (True, False)]
     model, found = approximate.model_of("resa")[0], []
     for config in (None, {**EVERYTHING, "rectify_interval": 7}):
         with (
-            serve(model, *CHUNKS, "--dtype", "float32", "--enable-return-hidden-states", config=config) as server,
+            serve(model, *CHUNKS, "--dtype", "float32", *flags, config=config) as server,
             ThreadPoolExecutor(len(asked)) as pool,
         ):
             found.append([*pool.map(lambda one: ask(server, one[0], 24, return_hidden_states=one[1]), asked)])
@@ -248,6 +260,32 @@ def test_hidden_states_are_those_of_each_generated_token(serve) -> None:
             # The first has those of the prompt, but for what the prefix cache had of it.
             for one, other in zip(*(states[1:] for states in of_each), strict=True):
                 assert one == pytest.approx(other, abs=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"])
+def test_experts_are_those_of_the_step_that_computed_a_token(
+    serve, tmp_path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """A rectifying pass routes the tokens that it encodes again, too, to other experts than the sparse step."""
+    model, (prompt, tokens) = random_windowed(tmp_path, "Mellum"), random_prompts(12, (300, 60), 1000)
+    more = ("--disable-hybrid-swa-memory", "--moe-runner-backend", "triton", "--enable-return-routed-experts")
+    config = {"active_ratio": 0.1, "min_pages": 2, "dense_fallback": "never", "rectify_interval": INTERVAL}
+    with serve(model, *CHUNKS, "--dtype", "float32", *more, *flags, config=config) as server:
+        monkeypatch.setattr(server, "generate", partial(server.generate, return_routed_experts=True))
+
+        def experts(**options: Any) -> np.ndarray:
+            server.flush_cache()
+            found = forced(server, prompt, tokens, **options)
+            routed = np.frombuffer(b64decode(found["meta_info"]["routed_experts"]), np.int32)
+            return routed.reshape(len(prompt) + len(tokens) - 1, -1)
+
+        dense, sparse, rectified = experts(sparse=False), experts(rectify_interval=0), experts()
+        assert sparse_state(server)["rectified_tokens"] == INTERVAL
+        pass_of = len(prompt) + INTERVAL - 1
+        assert (rectified[:pass_of] == sparse[:pass_of]).all()
+        assert (dense[:pass_of] != sparse[:pass_of]).any() and (rectified[pass_of:] != sparse[pass_of:]).any()
+        assert_nothing_leaked(server)
 
 
 @pytest.mark.long

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from checkpoints import by_transformers, random_hybrid
 from server_requests import (
+    RANKS,
     RETRACT,
+    asked_of,
     assert_abort_leaks_nothing,
     assert_nothing_leaked,
     assert_refused,
@@ -128,21 +130,48 @@ def test_follow_ups_hit_prompts_alone_and_agree(
         assert_abort_leaks_nothing(server, input_ids=random_prompts(8, [200], 1000)[0])
 
 
-@pytest.mark.parametrize("env", [{}, RETRACT], ids=["plain", "retracted"])
+@pytest.mark.parametrize(
+    ("flags", "env"),
+    [((), {}), ((), RETRACT), pytest.param(RANKS, {}, marks=pytest.mark.long)],
+    ids=["plain", "retracted", "ranks"],
+)
 def test_rectified_answers_are_shared_up_to_their_last_state(
-    serve, model: Path, likely: Likely, env: dict[str, str]
+    serve, model: Path, likely: Likely, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], env: dict[str, str]
 ) -> None:
     """Six rows at once: a state is stored in the step that rectifies its row, at each multiple of 64 tokens."""
     lengths, tokens = (128, 150, 256, 290, 335, 410), (64, 141, 90, 94, 200, 38)
-    with serve(model, *FLAGS, config=RECTIFIED, env=env) as server:
-        before = sparse_state(server)
+    with serve(model, *FLAGS, *flags, config=RECTIFIED, env=env) as server:
+        if flags:
+            asked_of(server, 1, monkeypatch)
         hits = assert_prompts_are_shared(server, likely, lengths, tokens)
-        assert spent(server, before)["rectified_tokens"] > 0
+        assert sum(state["sparse"]["rectified_tokens"] for state in server.server_info()["internal_states"]) > 0
         for length, answer, hit in zip(lengths, tokens, hits, strict=True):
             # The last token of an answer is not computed.
             end = (length + answer - 1) // GRID * GRID
             assert hit >= (end if end > length else GRID), hits
-        assert_abort_leaks_nothing(server, input_ids=random_prompts(8, [200], 1000)[0])
+        if not flags:
+            # Of ranks, which one's counts come first is left open.
+            assert_abort_leaks_nothing(server, input_ids=random_prompts(8, [200], 1000)[0])
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize("is_careless", [False, True], ids=["kept", "control"])
+def test_states_that_no_pass_has_room_for_are_not_shared(
+    serve, model: Path, likely: Likely, careless: dict[str, str], is_careless: bool
+) -> None:
+    """Six rows reach 320 tokens in one step, behind which a pass of 64 tokens stores the states of some."""
+    small = ("--chunked-prefill-size", "64", "--mamba-track-interval", str(GRID))
+    prompts, answers = random_prompts(5, (256,) * 6, 1000), random_prompts(6, (81,) * 6, 1000)
+    follow_ups = [[*prompt, *answer, *range(20, 29)] for prompt, answer in zip(prompts, answers, strict=True)]
+    (last,) = random_prompts(7, [20], 1000)
+    with serve(model, *small, config=RECTIFIED, env=careless if is_careless else {}) as server:
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda *asked: forced(server, *asked), prompts, answers))
+        second = [forced(server, prompt, last, sparse=False) for prompt in follow_ups]
+        differences = [off(got, likely(prompt, last)) for got, prompt in zip(second, follow_ups, strict=True)]
+        hits = [got["meta_info"]["cached_tokens"] for got in second]
+        assert (max(differences) > 1e-3) == is_careless, differences
+        assert is_careless or 0 < sum(hit == 320 for hit in hits) < 6, hits
         assert_nothing_leaked(server)
 
 

@@ -88,7 +88,7 @@ def random_dsa(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
     return save(Path(path), model, vocab_size, _UNWRITTEN)
 
 
-def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: int = 0, **config: Any) -> Path:
+def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 5, seed: int = 0, **config: Any) -> Path:
     """Random float32 checkpoint: every fourth layer attends, the others have a state of a gated delta net.
 
     Hidden 256; attention with 8 query and 2 KV heads of 32, states of 6 value and 2 key heads of 32: SGLang splits
@@ -98,7 +98,7 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: 
         path: its folder.
         family: "Qwen3Next", with experts; "Qwen3_5" and "Qwen3_5Moe", whose rotary positions are those of images and
             text.
-        layers: how many.
+        layers: how many; in four of them no state is behind a layer that attends.
         seed: of the weights.
         **config: fields of its config.
     """
@@ -116,6 +116,10 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 4, seed: 
         own["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**fields(layers, 1024), **own, **config}))
+    # Drawn as transformers has it, a state forgets a token at once: then any other state would do.
+    for name, weights in model.named_parameters():
+        if name.endswith("A_log"):
+            weights.data.uniform_(-6, -3)
     return save(path, model, 1024, {"full_attention_interval": 4})
 
 
