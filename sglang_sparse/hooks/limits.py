@@ -163,9 +163,15 @@ DECODE_LIMITS = (
     ),
 )
 
+
+def _apart(args: Arguments) -> object | None:
+    """What makes ranks run passes together, or stages one after the other."""
+    return uses_dp_attention(args) or above_one("pp_size")(args)
+
+
 _DRAFTS_APART = FlagLimit(
     "drafts with data-parallel attention or pipeline parallelism",
-    lambda args: drafting(args) and (uses_dp_attention(args) or above_one("pp_size")(args)),
+    lambda args: drafting(args) and _apart(args),
     "their passes on several ranks are not proven yet",
 )
 # Of servers with a decode method that does.
@@ -209,7 +215,11 @@ RECTIFY_LIMITS = (
         "a stage hands on a pass without the padding that these layers need; allowed: --pp-size 1",
     ),
     FlagLimit("lossless decoding", lossless, "each verification is already a dense pass over all new tokens"),
-    FlagLimit("mixed chunk", given("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
+    FlagLimit(
+        "mixed chunk on ranks, on stages or with drafts",
+        lambda args: given("enable_mixed_chunk")(args) if _apart(args) or drafting(args) else None,
+        "a pass in front of a mixed one is a rank's own; leave out --enable-mixed-chunk",
+    ),
     FlagLimit(
         "expert-parallel all-to-all",
         other_than("moe_a2a_backend", "none"),

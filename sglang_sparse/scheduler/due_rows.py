@@ -3,10 +3,54 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-from sglang_sparse.scheduler.partial_batch import Span
+from sglang_sparse.attention.protocols import ScheduleBatch
+from sglang_sparse.config.settings import prefill_chunk
+from sglang_sparse.scheduler.partial_batch import JointPass, Span
+from sglang_sparse.scheduler.request_state import state_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.settings import Settings
+    from sglang_sparse.scheduler.fa3_packing import Divide
+
+
+@dataclass
+class Rectification:
+    """A decode step that rectifies some of its rows.
+
+    Attributes:
+        outer_batch: the scheduler's batch.
+        due: rows that are rectified, ascending.
+        spans: what is re-encoded of each of them.
+        late: steps that each of them waited beyond its interval.
+        parts: which of them, as indices of ``due``, share a pass.
+        joint: the pass that other ranks of data-parallel attention run along.
+        urgent: whether this rank wants the pass, or only takes part where another one does.
+    """
+
+    outer_batch: ScheduleBatch
+    due: list[int]
+    spans: list[Span]
+    late: list[int]
+    parts: list[list[int]]
+    joint: JointPass | None = None
+    urgent: bool = True
+
+    @property
+    def rest(self) -> list[int]:
+        """The rows that decode as always."""
+        due = set(self.due)
+        return [row for row in range(len(self.outer_batch.reqs)) if row not in due]
+
+
+def pass_tokens(server_args: object) -> int:
+    """Most tokens of a pass: a chunk of prefill, for which SGLang keeps memory."""
+    return prefill_chunk(server_args) or sys.maxsize
 
 
 def due_rows(
@@ -68,3 +112,48 @@ def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list
         else:
             groups.append([span])
     return groups
+
+
+def plan_step(
+    settings: Settings, batch: ScheduleBatch, max_tokens: int, divide: Divide | None = None, shared: bool = False
+) -> Rectification | None:
+    """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
+
+    They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``. With deterministic
+    inference no row waits for others: all that are due are rectified, in passes of up to ``max_tokens``. Where ranks
+    have ``shared`` passes, the plan of a rank without a deadline is not ``urgent``.
+    """
+    lengths = batch.seq_lens_cpu.tolist()
+    states = [state_of(request) for request in batch.reqs]
+    exact = [
+        length if state is None or state.shareable_len is None else state.shareable_len
+        for state, length in zip(states, lengths, strict=True)
+    ]
+    pending = [length - start for length, start in zip(lengths, exact, strict=True)]
+    intervals = [state.options.rectify_interval if state else 0 for state in states]
+    if not any(intervals) or settings.rectify is None:
+        return None
+    alone, most = settings.decode.deterministic, (settings.rectify.rectify_max_batch, max_tokens)
+    due = ripe_rows(pending, intervals) if alone else due_rows(pending, intervals, *most)
+    # SGLang stores the states of these rows for the prefix cache in this step, where exact ones alone may be.
+    stored = [row for row, here in enumerate(batch.mamba_track_mask_cpu or ()) if here and intervals[row]]
+    if stored:
+        due = first_fitting([*stored, *sorted(set(due).difference(stored))], pending, max_tokens)
+        for state, length in ((states[row], lengths[row]) for row in stored if row not in due):
+            assert state is not None
+            state.approximate_state = length
+    urgent = bool(due)
+    if shared and not due:
+        due = due_rows(pending, intervals, *most, anyway=True)
+    if not due:
+        return None
+    spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
+    late = [max(0, pending[row] - intervals[row]) for row in due]
+    if alone:
+        ends = accumulate((len(group) for group in grouped(spans, len(due), max_tokens)), initial=0)
+        parts = [list(range(first, last)) for first, last in pairwise(ends)]
+    elif divide:
+        parts = divide([(span.tokens, span.end) for span in spans])
+    else:
+        parts = [list(range(len(due)))]
+    return Rectification(batch, due, spans, late, parts, urgent=urgent)

@@ -17,8 +17,8 @@ from sglang_sparse.attention.plan import PLAN, dense_plan, plan_decode
 from sglang_sparse.attention.protocols import ForwardBatch, ModelRunner, RadixTree, Req, ScheduleBatch
 from sglang_sparse.config.settings import current_settings, settings_of
 from sglang_sparse.scheduler import arrivals, forced_tokens, prefill_chunks, prompt_windows
+from sglang_sparse.scheduler.due_rows import Rectification
 from sglang_sparse.scheduler.partial_batch import BOUNDED, DENSE_PASS, LATER
-from sglang_sparse.scheduler.rectification import Rectification
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens, has_backup
 from sglang_sparse.scheduler.request_state import RequestState, ensure_state, options_of, state_of
 

@@ -18,8 +18,8 @@ import torch
 
 from sglang_sparse.attention.protocols import ModelRunner, ScheduleBatch
 from sglang_sparse.config.settings import current_settings, hooked_settings_of
+from sglang_sparse.scheduler.due_rows import Rectification, pass_tokens, plan_step
 from sglang_sparse.scheduler.partial_batch import STEP, JointPass
-from sglang_sparse.scheduler.rectification import Rectification, pass_tokens, plan_step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from sglang_sparse.attention.protocols import ModelRunner, ModelWorker, RadixTree, Req, ScheduleBatch, Scheduler
-from sglang_sparse.config.settings import hooked_settings_of, prefill_chunk
+from sglang_sparse.config.settings import hooked_settings_of
 from sglang_sparse.scheduler import prompt_windows
-from sglang_sparse.scheduler.due_rows import due_rows, first_fitting, grouped, ripe_rows
+from sglang_sparse.scheduler.due_rows import Rectification, due_rows, grouped, pass_tokens, plan_step
 from sglang_sparse.scheduler.partial_batch import (
     NEWEST,
     STEP,
@@ -35,6 +33,7 @@ from sglang_sparse.scheduler.partial_batch import (
     extend_view,
     idle_view,
     position_info,
+    rows_view,
 )
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
@@ -46,91 +45,11 @@ if TYPE_CHECKING:
     from sglang_sparse.attention.counters import RectifyCounts
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.config import RectifyConfig
-    from sglang_sparse.scheduler.fa3_packing import Divide
 
 logger = logging.getLogger(__name__)
 
 # The attribute of the radix cache that holds back releases while a step's results are processed.
 HELD = "sglang_sparse_held"
-
-
-@dataclass
-class Rectification:
-    """A decode step that rectifies some of its rows.
-
-    Attributes:
-        outer_batch: the scheduler's batch.
-        due: rows that are rectified, ascending.
-        spans: what is re-encoded of each of them.
-        late: steps that each of them waited beyond its interval.
-        parts: which of them, as indices of ``due``, share a pass.
-        joint: the pass that other ranks of data-parallel attention run along.
-        urgent: whether this rank wants the pass, or only takes part where another one does.
-    """
-
-    outer_batch: ScheduleBatch
-    due: list[int]
-    spans: list[Span]
-    late: list[int]
-    parts: list[list[int]]
-    joint: JointPass | None = None
-    urgent: bool = True
-
-    @property
-    def rest(self) -> list[int]:
-        """The rows that decode as always."""
-        due = set(self.due)
-        return [row for row in range(len(self.outer_batch.reqs)) if row not in due]
-
-
-def pass_tokens(server_args: object) -> int:
-    """Most tokens of a pass: a chunk of prefill, for which SGLang keeps memory."""
-    return prefill_chunk(server_args) or sys.maxsize
-
-
-def plan_step(
-    settings: Settings, batch: ScheduleBatch, max_tokens: int, divide: Divide | None = None, shared: bool = False
-) -> Rectification | None:
-    """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
-
-    They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``. With deterministic
-    inference no row waits for others: all that are due are rectified, in passes of up to ``max_tokens``. Where ranks
-    have ``shared`` passes, the plan of a rank without a deadline is not ``urgent``.
-    """
-    lengths = batch.seq_lens_cpu.tolist()
-    states = [state_of(request) for request in batch.reqs]
-    exact = [
-        length if state is None or state.shareable_len is None else state.shareable_len
-        for state, length in zip(states, lengths, strict=True)
-    ]
-    pending = [length - start for length, start in zip(lengths, exact, strict=True)]
-    intervals = [state.options.rectify_interval if state else 0 for state in states]
-    if not any(intervals) or settings.rectify is None:
-        return None
-    alone, most = settings.decode.deterministic, (settings.rectify.rectify_max_batch, max_tokens)
-    due = ripe_rows(pending, intervals) if alone else due_rows(pending, intervals, *most)
-    # SGLang stores the states of these rows for the prefix cache in this step, where exact ones alone may be.
-    stored = [row for row, here in enumerate(batch.mamba_track_mask_cpu or ()) if here and intervals[row]]
-    if stored:
-        due = first_fitting([*stored, *sorted(set(due).difference(stored))], pending, max_tokens)
-        for state, length in ((states[row], lengths[row]) for row in stored if row not in due):
-            assert state is not None
-            state.approximate_state = length
-    urgent = bool(due)
-    if shared and not due:
-        due = due_rows(pending, intervals, *most, anyway=True)
-    if not due:
-        return None
-    spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
-    late = [max(0, pending[row] - intervals[row]) for row in due]
-    if alone:
-        ends = accumulate((len(group) for group in grouped(spans, len(due), max_tokens)), initial=0)
-        parts = [list(range(first, last)) for first, last in pairwise(ends)]
-    elif divide:
-        parts = divide([(span.tokens, span.end) for span in spans])
-    else:
-        parts = [list(range(len(due)))]
-    return Rectification(batch, due, spans, late, parts, urgent=urgent)
 
 
 def run_step(
@@ -151,10 +70,27 @@ def run_step(
         for spans in grouped(prompt_windows.arrived(settings, batch), together, most):
             _encode(runner, extend_view(batch, spans))
         backend.rectifying = plan_step(settings, batch, most, backend.divide)
+    elif batch.forward_mode.is_mixed():
+        _rectify_before(settings, runner, batch, most)
     try:
         return original(worker, batch, *args, **kwargs)
     finally:
         backend.rectifying = None
+
+
+def _rectify_before(settings: Settings, runner: ModelRunner, batch: ScheduleBatch, max_tokens: int) -> None:
+    """Encode the due rows that decode within a mixed batch, in a pass before it.
+
+    The mixed pass is dense itself, so that it makes a row's newest token exact, which the host may not know yet.
+    """
+    decoding = {id(request) for request in batch.decoding_reqs or ()}
+    rows = [row for row, request in enumerate(batch.reqs) if id(request) in decoding]
+    view = rows_view(batch, [batch.reqs[row] for row in rows])
+    view.seq_lens_cpu = batch.seq_lens_cpu[rows]
+    if plan := plan_step(settings, view, max_tokens):
+        spans = [Span(span.request, span.start, span.end - 1) for span in plan.spans]
+        _count(runner.attn_backend.counters.rectify, spans, plan.late)
+        _encode(runner, extend_view(batch, spans))
 
 
 def _run_along(runner: ModelRunner, batch: ScheduleBatch, joint: JointPass) -> None:
@@ -269,7 +205,7 @@ def follow_results(original: Callable[..., None], scheduler: Scheduler, batch: S
     """
     settings = hooked_settings_of(scheduler.server_args)
     config = settings.rectify if settings else None
-    if config is None or not batch.forward_mode.is_decode():
+    if config is None or not (batch.forward_mode.is_decode() or batch.forward_mode.is_mixed()):
         return original(scheduler, batch, result)
     if config.rectify_on_finish:
         _finish_exactly(original, scheduler, batch, result, config)

@@ -64,10 +64,6 @@ def test_config_files_and_mappings_say_the_same(qwen3: str, tmp_path: Path, suff
     assert json.loads(from_file.sparse_config)["active_ratio"] == 0.25
 
 
-def test_mixed_chunk_without_rectification(qwen3: str) -> None:
-    assert resolve(qwen3, enable_mixed_chunk=True, sparse_config={"rectify_interval": 0}).enable_mixed_chunk
-
-
 def test_rocketkv_fits_the_model(qwen3: str) -> None:
     assert resolve(qwen3, sparse_method="rocketkv", sparse_config={"eviction": "compact", "topr": 64}).sparse_config
 

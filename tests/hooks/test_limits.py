@@ -185,7 +185,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
                 {"enable_dp_attention": True},
                 "SGLANG_SCHEDULER_SKIP_ALL_GATHER",
             ),
-            on("mixed chunk", "enable_mixed_chunk"),
+            Trigger("mixed chunk on ranks, on stages or with drafts", {"enable_mixed_chunk": True, "pp_size": 2}),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
         ),
     ),

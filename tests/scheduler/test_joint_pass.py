@@ -10,8 +10,8 @@ from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCu
 
 from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import joint_pass
+from sglang_sparse.scheduler.due_rows import Rectification
 from sglang_sparse.scheduler.partial_batch import STEP
-from sglang_sparse.scheduler.rectification import Rectification
 
 # Tokens, rows, urgency and graph of each rank, behind a number of SGLang's.
 RANKS = {

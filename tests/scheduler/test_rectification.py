@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import rectification
-from sglang_sparse.scheduler.due_rows import due_rows, grouped, ripe_rows
+from sglang_sparse.scheduler.due_rows import Rectification, due_rows, grouped, plan_step, ripe_rows
 from sglang_sparse.scheduler.partial_batch import Span
 from sglang_sparse.scheduler.request_state import ATTRIBUTE
 
@@ -227,7 +227,7 @@ def planned(
     stored: list[bool] | None = None,
     shared: bool = False,
     deterministic: bool = False,
-) -> tuple[rectification.Rectification, list[Any]]:
+) -> tuple[Rectification, list[Any]]:
     """Plan a step of rows that are exact up to their starts, in passes of 64 tokens; return their states, too."""
     options = SimpleNamespace(rectify_interval=32)
     states = [SimpleNamespace(shareable_len=start, options=options, approximate_state=None) for start in starts]
@@ -235,7 +235,7 @@ def planned(
     batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests, mamba_track_mask_cpu=stored)
     served = build("resa", {"rectify_max_batch": 1})
     served.decode.deterministic = deterministic
-    step = rectification.plan_step(served, batch, 64, shared=shared)
+    step = plan_step(served, batch, 64, shared=shared)
     assert step is not None and step.late == [0] * len(step.due)
     return step, states
 

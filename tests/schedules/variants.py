@@ -25,12 +25,12 @@ PREFILL_VARIANTS: tuple[dict[str, Any], ...] = (
 )
 # Rows decode within the batches of prompts; beside them a chunk of one group has no room for a group.
 MIXED_VARIANTS: tuple[dict[str, Any], ...] = (
-    {"overlap": True, "slots": 480, "chunk": 64, "config": {"rectify_interval": 0}, "prefill": {}, "mixed": True},
+    {"overlap": True, "slots": 480, "chunk": 64, "config": {"rectify_interval": 4}, "prefill": {}, "mixed": True},
     {
         "overlap": False,
         "slots": 480,
         "chunk": 32,
-        "config": {"rectify_interval": 0},
+        "config": {"rectify_interval": 3, "rectify_on_finish": True},
         "prefill": {"dense_tail": 40},
         "mixed": True,
     },
@@ -66,7 +66,7 @@ COMPACT_VARIANTS: tuple[dict[str, Any], ...] = (
 SKIP: dict[str, Any] = {"method": "skip_softmax", "slots": 900}
 SKIP_VARIANTS: tuple[dict[str, Any], ...] = (
     {**SKIP, "overlap": True, "chunk": 256, "config": {"rectify_interval": 4}},
-    {**SKIP, "overlap": False, "chunk": 128, "config": {"rectify_interval": 0}, "mixed": True},
+    {**SKIP, "overlap": False, "chunk": 128, "config": {"rectify_interval": 5}, "mixed": True},
     {**SKIP, "overlap": True, "chunk": 256, "page_size": 16, "config": {"rectify_interval": 0}},
     {**SKIP, "overlap": False, "chunk": 128, "page_size": 1, "config": {"rectify_interval": 5}},
 )

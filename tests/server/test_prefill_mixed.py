@@ -23,8 +23,9 @@ PREFILL = {
     "crossover_tokens": CROSSOVER,
     "check_exactness": True,
 }
+INTERVAL = 8
 COUNTS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
-DECODE = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 0}
+DECODE = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": INTERVAL}
 # Selects all pages: a row then decodes the same within a mixed batch and without.
 ALL_PAGES = {"active_ratio": 1.0}
 
@@ -54,7 +55,8 @@ def test_prompts_and_decoding_rows_in_one_batch(serve, checkpoint, flags, config
     with serve(checkpoint, "--enable-mixed-chunk", *flags, config=config, prefill=PREFILL) as server:
         expected = cold(server, prompts, TOKENS, options)
         # One request after the other decodes in decode passes alone.
-        assert decode_rows(server) >= (TOKENS - 1) * len(prompts)
+        decoded = decode_rows(server) + sparse_state(server)["rectified_requests"]
+        assert decoded >= (TOKENS - 1) * len(prompts)
         server.flush_cache()
         before = sparse_state(server)
         with ThreadPoolExecutor(9) as pool:
@@ -101,3 +103,5 @@ def require_counts(
     # A prompt's pass gives its request's first token.
     mixed = generated - len(prompts) - (after["decode_rows"] - before["decode_rows"])
     assert mixed >= 8, mixed
+    # Nor does a row wait for its rectification until no prompt is left.
+    assert after["rectify_max_delay_steps"] == 0

@@ -104,7 +104,7 @@ def test_page_sizes_and_partners_are_those_of_a_start(method: Method) -> None:
 
 
 def test_the_known_cells() -> None:
-    mixed = support_matrix.answer(RESA, Place("MHA/GQA", gpu=True), {"enable_mixed_chunk": True})
+    mixed = support_matrix.answer(RESA, Place("MHA/GQA", gpu=True), {"enable_mixed_chunk": True, "pp_size": 2})
     assert mixed.served and mixed.fields == UNRECTIFIED and "cannot rectify with mixed chunk" in str(mixed.reason)
     assert not support_matrix.answer(RESA, Place("MLA", gpu=True)).served
     assert support_matrix.backends(RESA, gpu=True) == backends.DENSE_BACKENDS["MHA"]
@@ -244,7 +244,7 @@ def test_a_server_that_decodes_losslessly_is_judged(tmp_path: Path, capsys: pyte
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")
 def test_arguments_without_a_method_are_put_to_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path, "qwen3")
-    assert check.main(["--model-path", model, "--enable-mixed-chunk"]) == 0
+    assert check.main(["--model-path", model, "--enable-mixed-chunk", "--pp-size", "2"]) == 0
     said, logged = capsys.readouterr()
     assert said.startswith("these arguments start a dense server")
     assert "| `--sparse-method resa` | no | cannot rectify with mixed chunk" in said
