@@ -33,7 +33,7 @@ class RectifyCounts:
     """Counters of rectification, on the host.
 
     Attributes:
-        passes: decode steps that carried a rectifying extend pass.
+        passes: steps that carried a rectifying extend pass, of decode or of mixed batches.
         second_passes: of these, the steps that also ran a decode pass, over the rows that were not rectified.
         requests: rectified rows.
         tokens: tokens that these passes encoded again.

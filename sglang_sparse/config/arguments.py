@@ -98,7 +98,7 @@ class Arguments:
 
     @property
     def speculative_algorithm(self) -> str | None:
-        """The algorithm that drafts; where auxiliary hidden states are returned, its flag only says which these are."""
+        """The algorithm that drafts: none where SGLang returns auxiliary hidden states, which the flag then names."""
         found = self.__getattr__("speculative_algorithm")
         return None if self.enable_return_aux_hidden_states else cast("str | None", found)
 

@@ -40,6 +40,11 @@ def uses_dp_attention(args: Arguments) -> object | None:
     return args.enable_dp_attention or above_one("attn_dp_size")(args)
 
 
+def uses_ranks_or_stages(args: Arguments) -> object | None:
+    """Return what makes ranks of attention run passes together, or stages one after the other."""
+    return uses_dp_attention(args) or above_one("pp_size")(args)
+
+
 def without_tree(args: Arguments) -> str | None:
     """A decode server without the flag that keeps its prefix cache."""
     return None if args.disaggregation_decode_enable_radix_cache else is_decode_server(args)

@@ -11,6 +11,7 @@ from sglang_sparse.hooks.flag_predicates import (
     environment,
     lossless,
     uses_dp_attention,
+    uses_ranks_or_stages,
     without_tree,
 )
 from sglang_sparse.methods.support import FlagLimit, above_one, given, is_decode_server, other_than
@@ -163,15 +164,9 @@ DECODE_LIMITS = (
     ),
 )
 
-
-def _apart(args: Arguments) -> object | None:
-    """What makes ranks run passes together, or stages one after the other."""
-    return uses_dp_attention(args) or above_one("pp_size")(args)
-
-
 _DRAFTS_APART = FlagLimit(
     "drafts with data-parallel attention or pipeline parallelism",
-    lambda args: drafting(args) and _apart(args),
+    lambda args: drafting(args) and uses_ranks_or_stages(args),
     "their passes on several ranks are not proven yet",
 )
 # Of servers with a decode method that does.
@@ -216,9 +211,16 @@ RECTIFY_LIMITS = (
     ),
     FlagLimit("lossless decoding", lossless, "each verification is already a dense pass over all new tokens"),
     FlagLimit(
-        "mixed chunk on ranks, on stages or with drafts",
-        lambda args: given("enable_mixed_chunk")(args) if _apart(args) or drafting(args) else None,
-        "a pass in front of a mixed one is a rank's own; leave out --enable-mixed-chunk",
+        "mixed chunk with data-parallel attention, pipeline parallelism or drafts",
+        lambda args: given("enable_mixed_chunk")(args) if uses_ranks_or_stages(args) or drafting(args) else None,
+        "ranks, stages and drafts would have to take part in the pass before a mixed batch; leave out "
+        "--enable-mixed-chunk",
+    ),
+    FlagLimit(
+        "returned routed experts with data-parallel attention",
+        lambda args: given("enable_return_routed_experts")(args) if uses_dp_attention(args) else None,
+        "SGLang finds a rank's tokens by the size of its decode graph, which a dense pass of all ranks may not have; "
+        "leave one out",
     ),
     FlagLimit(
         "expert-parallel all-to-all",

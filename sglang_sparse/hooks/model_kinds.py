@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from sglang_sparse.config.arguments import deterministic
 from sglang_sparse.errors import SparseArgumentError, within
-from sglang_sparse.hooks.flag_predicates import environment, require_none, uses_dp_attention
+from sglang_sparse.hooks.flag_predicates import environment, require_none, uses_ranks_or_stages
 from sglang_sparse.hooks.model_limits import TEXT_ALONE, has_towers, state_layers
 from sglang_sparse.methods.support import FlagLimit, above_one, given, other_than
 
@@ -145,7 +145,7 @@ STATES = ModelKind(
     ),
     {
         "check_exactness": "a node of the prefix cache without a state cannot be computed again",
-        "rectify_on_finish": "an answer is shared up to its last stored state, which is exact anyway",
+        "rectify_on_finish": "an answer is shared up to its last stored state, which a pass at its end would not move",
     },
     no_prefill="states are stored at other places than those where the KV of sparse prefill may be shared",
 )
@@ -162,8 +162,7 @@ def _unproven_drafts(args: Arguments) -> str | None:
 
 def _prefilled_elsewhere(args: Arguments) -> str | None:
     """The prefill method, if what it prefills is on ranks of attention or stages, or comes back from host memory."""
-    apart = uses_dp_attention(args) or above_one("pp_size")(args) or _host_cache(args)
-    return args.sparse_prefill_method if apart else None
+    return args.sparse_prefill_method if uses_ranks_or_stages(args) or _host_cache(args) else None
 
 
 WINDOW_POOL = ModelKind(

@@ -39,7 +39,7 @@ COUNTERS = {
     "pages_held": "KV pages held by the rows that select, per row, sparse layer and KV head of this rank.",
     "overflowed_layer_rows": "Rows of sparse decode passes, per sparse layer, that needed more pages than their method "
     "allows and attended to all.",
-    "rectifying_steps": "Decode steps that carried a dense pass to rectify approximate KV.",
+    "rectifying_steps": "Steps of decode or mixed batches that carried a dense pass to rectify approximate KV.",
     "second_passes": "Of the rectifying steps, those that also ran a decode pass over the rows not rectified.",
     "rectified_requests": "Rows rectified, counted once in every rectifying step they were part of.",
     "rectified_tokens": "Tokens encoded again densely by rectifying steps.",

@@ -1,4 +1,4 @@
-"""Choice of the rows that a decode step rectifies, and of their passes, by which tensor-parallel ranks agree."""
+"""Choice of the rows that a step rectifies, and of their passes: each rank chooses the same, from the batch alone."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def plan_step(
         due = first_fitting([*stored, *sorted(set(due).difference(stored))], pending, max_tokens)
         for state, length in ((states[row], lengths[row]) for row in stored if row not in due):
             assert state is not None
-            state.approximate_state = length
+            state.approximate_states.add(length)
     urgent = bool(due)
     if shared and not due:
         due = due_rows(pending, intervals, *most, anyway=True)

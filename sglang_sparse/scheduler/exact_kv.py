@@ -149,6 +149,7 @@ def forget_exact_length(_: None, request: Req) -> None:
         if not has_backup(request):
             state.shareable_len = None
         state.verified_from = None
+        state.approximate_states.clear()
         state.split_group = state.cut = None
         state.kept, state.compacted = (0, 0), False
 
@@ -257,6 +258,6 @@ def exact_checkpoint(
     state, latest = state_of(request), request.kv.mamba_last_track_seqlen
     if state is not None and latest is not None:
         exact = latest if state.shareable_len is None else state.shareable_len
-        if latest > exact or latest == state.approximate_state:
+        if latest > exact or latest in state.approximate_states:
             return None
     return original(component, request, token_ids_len)

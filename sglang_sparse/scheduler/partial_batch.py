@@ -32,7 +32,7 @@ SHIFTS = "position_shifts"
 OF_ROWS = ("next_token_logits", "hidden_states")
 # Those of its output of routed experts that have a row for each token.
 OF_TOKENS = ("out_cache_loc", "topk")
-# The attribute of a ``ForwardBatch`` over spans: the places of the tokens that no pass before has computed.
+# The attribute of a ``ForwardBatch`` over spans: the places of their newest tokens, or none if nothing is sampled.
 NEWEST = "sglang_sparse_newest"
 # The attribute of a batch that all ranks of data-parallel attention have gathered: this rank's Rectification, or the
 # JointPass of others, or None.
@@ -151,7 +151,7 @@ def keep_experts(
 ) -> TopkCaptureOutput | None:
     """Around ``BaseTopkCapturer.on_forward_end``: of a span, keep what its newest token was routed to.
 
-    The others keep what the steps found that sampled behind them.
+    The other tokens keep the experts of their own step.
     """
     newest = getattr(forward_batch, NEWEST, None)
     if newest is None:

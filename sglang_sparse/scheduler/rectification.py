@@ -35,7 +35,7 @@ from sglang_sparse.scheduler.partial_batch import (
     position_info,
     rows_view,
 )
-from sglang_sparse.scheduler.request_fields import committed_len
+from sglang_sparse.scheduler.request_fields import committed_len, pool_row
 from sglang_sparse.scheduler.request_state import state_of
 from sglang_sparse_kernels.common.launch import to_device
 
@@ -63,6 +63,8 @@ def run_step(
     backend, step = runner.attn_backend, getattr(batch, STEP, None)
     if isinstance(step, JointPass):
         _run_along(runner, batch, step)
+    elif batch.forward_mode.is_mixed():
+        _rectify_before_mixed(settings, runner, batch, most)
     elif hasattr(batch, STEP):
         backend.rectifying = step
     elif batch.forward_mode.is_decode():
@@ -70,21 +72,19 @@ def run_step(
         for spans in grouped(prompt_windows.arrived(settings, batch), together, most):
             _encode(runner, extend_view(batch, spans))
         backend.rectifying = plan_step(settings, batch, most, backend.divide)
-    elif batch.forward_mode.is_mixed():
-        _rectify_before(settings, runner, batch, most)
     try:
         return original(worker, batch, *args, **kwargs)
     finally:
         backend.rectifying = None
 
 
-def _rectify_before(settings: Settings, runner: ModelRunner, batch: ScheduleBatch, max_tokens: int) -> None:
+def _rectify_before_mixed(settings: Settings, runner: ModelRunner, batch: ScheduleBatch, max_tokens: int) -> None:
     """Encode the due rows that decode within a mixed batch, in a pass before it.
 
     The mixed pass is dense itself, so that it makes a row's newest token exact, which the host may not know yet.
     """
     decoding = {id(request) for request in batch.decoding_reqs or ()}
-    rows = [row for row, request in enumerate(batch.reqs) if id(request) in decoding]
+    rows = [row for row, request in enumerate(batch.reqs) if id(request) in decoding and pool_row(request) is not None]
     view = rows_view(batch, [batch.reqs[row] for row in rows])
     view.seq_lens_cpu = batch.seq_lens_cpu[rows]
     if plan := plan_step(settings, view, max_tokens):

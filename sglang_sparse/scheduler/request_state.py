@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_sparse.attention.protocols import Req
@@ -34,7 +34,7 @@ class RequestState:
             they are chosen.
         verified_from: where its last verification began, if that was one which may run sparse and ran dense for it.
         compacted: it holds this alone, and no longer its prompt, see ``scheduler/compaction.py``.
-        approximate_state: the tokens behind which its last recurrent state was stored that was not exact.
+        approximate_states: the lengths at which recurrent states of its were stored that are not exact.
     """
 
     options: RequestOptions
@@ -45,7 +45,7 @@ class RequestState:
     kept: tuple[int, int] = (0, 0)
     compacted: bool = False
     verified_from: int | None = None
-    approximate_state: int | None = None
+    approximate_states: set[int] = field(default_factory=set)
 
 
 def state_of(request: object) -> RequestState | None:

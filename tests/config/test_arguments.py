@@ -64,6 +64,12 @@ def test_config_files_and_mappings_say_the_same(qwen3: str, tmp_path: Path, suff
     assert json.loads(from_file.sparse_config)["active_ratio"] == 0.25
 
 
+def test_what_only_names_hidden_states_drafts_nothing(qwen3: str) -> None:
+    named: dict[str, object] = {"enable_return_aux_hidden_states": True, "speculative_algorithm": "EAGLE3"}
+    for method in ("resa", "rocketkv"):
+        assert resolve(qwen3, sparse_method=method, **named).sparse_method == method
+
+
 def test_rocketkv_fits_the_model(qwen3: str) -> None:
     assert resolve(qwen3, sparse_method="rocketkv", sparse_config={"eviction": "compact", "topr": 64}).sparse_config
 

@@ -72,6 +72,8 @@ _OF_MOST = (
     on("streaming sessions", "enable_streaming_session"),
     on("deterministic inference", "enable_deterministic_inference"),
 )
+_MIXED = "mixed chunk with data-parallel attention, pipeline parallelism or drafts"
+_EXPERTS = "returned routed experts with data-parallel attention"
 _PREFILLED = "--sparse-prefill-method on ranks, on stages or with host memory"
 _APART = ({"pp_size": 2}, {"attn_dp_size": 2, "tp_size": 2}, {"enable_hierarchical_cache": True})
 # By kind of model: one of ``model_configs``, and what it refuses.
@@ -185,7 +187,8 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
                 {"enable_dp_attention": True},
                 "SGLANG_SCHEDULER_SKIP_ALL_GATHER",
             ),
-            Trigger("mixed chunk on ranks, on stages or with drafts", {"enable_mixed_chunk": True, "pp_size": 2}),
+            *(Trigger(_MIXED, {"enable_mixed_chunk": True} | more) for more in (*_APART[:2], EAGLE)),
+            Trigger(_EXPERTS, {"enable_return_routed_experts": True} | _APART[1]),
             on("expert-parallel all-to-all", "moe_a2a_backend", "deepep"),
         ),
     ),

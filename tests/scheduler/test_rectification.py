@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import rectification
 from sglang_sparse.scheduler.due_rows import Rectification, due_rows, grouped, plan_step, ripe_rows
-from sglang_sparse.scheduler.partial_batch import Span
+from sglang_sparse.scheduler.partial_batch import STEP, Span
 from sglang_sparse.scheduler.request_state import ATTRIBUTE
 
 
@@ -142,7 +143,7 @@ def a_decode_step() -> tuple[Any, Any]:
     args = SimpleNamespace(sparse_method="resa", sparse_prefill_method=None, sparse_config=config)
     runner = SimpleNamespace(attn_backend=SimpleNamespace(rectifying=None, divide=None))
     names = {"server_args": args, "is_draft_worker": False, "model_runner": runner, "tree_cache": SimpleNamespace()}
-    return SimpleNamespace(**names), SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True))
+    return SimpleNamespace(**names), SimpleNamespace(forward_mode=ForwardMode.DECODE)
 
 
 def test_a_step_that_raises_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +153,31 @@ def test_a_step_that_raises_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyError, match="SGLang"):
         rectification.run_step(fail, worker, batch)
     assert worker.model_runner.attn_backend.rectifying is None
+
+
+def test_before_a_mixed_batch_due_rows_are_encoded_up_to_their_newest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that decode in it: not a prompt, one that is not due, or one that has finished since it was scheduled."""
+    worker, _ = a_decode_step()
+    counts = worker.model_runner.attn_backend.counters = SimpleNamespace(rectify=RectifyCounts())
+    encoded: list[Any] = []
+    monkeypatch.setattr(rectification, "pass_tokens", lambda _: 8192)
+    monkeypatch.setattr(rectification, "rows_view", lambda _, reqs: SimpleNamespace(reqs=reqs, mamba_track_mask_cpu=()))
+    monkeypatch.setattr(rectification, "extend_view", lambda _, spans: spans)
+    monkeypatch.setattr(rectification, "_encode", lambda _, spans: encoded.append(spans))
+    options = SimpleNamespace(rectify_interval=32)
+    _, due, early, gone = requests = [
+        SimpleNamespace(
+            multimodal_inputs=None,
+            kv=SimpleNamespace(req_pool_idx=row),
+            **{ATTRIBUTE: SimpleNamespace(shareable_len=start, options=options)},
+        )
+        for start, row in ((100, 1), (110, 2), (130, 3), (100, None))
+    ]
+    # With one rank SGLang counts tokens as ranks do, and nothing is planned.
+    batch: Any = SimpleNamespace(reqs=requests, decoding_reqs=[due, early, gone], **{STEP: None})
+    batch.forward_mode, batch.seq_lens_cpu = ForwardMode.MIXED, torch.tensor([600, 142, 141, 140])
+    assert rectification.run_step(lambda *_: "ran", worker, batch) == "ran"
+    assert encoded == [[Span(due, 110, 141)]] and (counts.rectify.requests, counts.rectify.tokens) == (1, 31)
 
 
 def test_between_rounds_full_pages_are_rectified_before_a_round_could_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +256,7 @@ def planned(
 ) -> tuple[Rectification, list[Any]]:
     """Plan a step of rows that are exact up to their starts, in passes of 64 tokens; return their states, too."""
     options = SimpleNamespace(rectify_interval=32)
-    states = [SimpleNamespace(shareable_len=start, options=options, approximate_state=None) for start in starts]
+    states = [SimpleNamespace(shareable_len=start, options=options, approximate_states=set()) for start in starts]
     requests: Any = [SimpleNamespace(multimodal_inputs=None, **{ATTRIBUTE: state}) for state in states]
     batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths), reqs=requests, mamba_track_mask_cpu=stored)
     served = build("resa", {"rectify_max_batch": 1})
@@ -251,6 +277,6 @@ def test_rows_whose_states_are_stored_take_the_room_of_a_pass(shared: bool) -> N
     """Row 0 is due, and the others store states in this step, of which the last one finds no room."""
     step, states = planned((168, 236, 294, 360), (200, 256, 320, 384), [False, True, True, True], shared=shared)
     assert (step.due, step.parts, step.urgent) == ([1, 2], [[0, 1]], True)
-    assert [state.approximate_state for state in states] == [None, None, None, 384]
+    assert [state.approximate_states for state in states] == [set(), set(), set(), {384}]
     step, states = planned((168, 250, 310, 380), (200, 256, 320, 384), [False, True, True, True], shared=shared)
-    assert (step.due, [state.approximate_state for state in states]) == ([0, 1, 2, 3], [None] * 4)
+    assert (step.due, [state.approximate_states for state in states]) == ([0, 1, 2, 3], [set()] * 4)

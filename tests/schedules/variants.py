@@ -66,7 +66,7 @@ COMPACT_VARIANTS: tuple[dict[str, Any], ...] = (
 SKIP: dict[str, Any] = {"method": "skip_softmax", "slots": 900}
 SKIP_VARIANTS: tuple[dict[str, Any], ...] = (
     {**SKIP, "overlap": True, "chunk": 256, "config": {"rectify_interval": 4}},
-    {**SKIP, "overlap": False, "chunk": 128, "config": {"rectify_interval": 5}, "mixed": True},
+    {**SKIP, "overlap": False, "chunk": 128, "config": {"rectify_interval": 0}, "mixed": True},
     {**SKIP, "overlap": True, "chunk": 256, "page_size": 16, "config": {"rectify_interval": 0}},
     {**SKIP, "overlap": False, "chunk": 128, "page_size": 1, "config": {"rectify_interval": 5}},
 )

@@ -50,7 +50,7 @@ LINES = {
     ],
     "active_ratio: got 2": ["--sparse-method", "resa", "--sparse-config", '{"active_ratio": 2}'],
     "the server's page size is 64 and the config's is 16": ["--sparse-method", "resa", "--page-size", "64"],
-    "cannot rectify with mixed chunk": ["--sparse-method", "resa", "--enable-mixed-chunk"],
+    "cannot rectify with mixed chunk": ["--sparse-method", "resa", "--enable-mixed-chunk", "--pp-size", "2"],
     "SPARSE_SELF needs --sparse-method, which was not given": ["--speculative-algorithm", "SPARSE_SELF"],
 }
 # By a model that only the method named in it serves.

@@ -101,7 +101,8 @@ def require_counts(
     assert found["pairs_attended"] < 0.9 * found["pairs_causal"]
     generated = len(aborted["output_ids"]) + sum(len(answer["output_ids"]) for answer in [hits[0], *hits])
     # A prompt's pass gives its request's first token.
-    mixed = generated - len(prompts) - (after["decode_rows"] - before["decode_rows"])
+    decoded = sum(after[name] - before[name] for name in ("decode_rows", "rectified_requests"))
+    mixed = generated - len(prompts) - decoded
     assert mixed >= 8, mixed
     # Nor does a row wait for its rectification until no prompt is left.
     assert after["rectify_max_delay_steps"] == 0

@@ -267,7 +267,10 @@ def test_hidden_states_are_those_of_each_generated_token(serve, flags: tuple[str
 def test_experts_are_those_of_the_step_that_computed_a_token(
     serve, tmp_path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """A rectifying pass routes the tokens that it encodes again, too, to other experts than the sparse step."""
+    """A rectifying pass routes the tokens that it encodes again, too, to other experts than the sparse step.
+
+    Beside it runs a row that is due in other steps, whose passes take it along from half of its interval on.
+    """
     model, (prompt, tokens) = random_windowed(tmp_path, "Mellum"), random_prompts(12, (300, 60), 1000)
     more = ("--disable-hybrid-swa-memory", "--moe-runner-backend", "triton", "--enable-return-routed-experts")
     config = {"active_ratio": 0.1, "min_pages": 2, "dense_fallback": "never", "rectify_interval": INTERVAL}
@@ -275,14 +278,19 @@ def test_experts_are_those_of_the_step_that_computed_a_token(
         monkeypatch.setattr(server, "generate", partial(server.generate, return_routed_experts=True))
 
         def experts(**options: Any) -> np.ndarray:
-            server.flush_cache()
             found = forced(server, prompt, tokens, **options)
             routed = np.frombuffer(b64decode(found["meta_info"]["routed_experts"]), np.int32)
             return routed.reshape(len(prompt) + len(tokens) - 1, -1)
 
-        dense, sparse, rectified = experts(sparse=False), experts(rectify_interval=0), experts()
-        assert sparse_state(server)["rectified_tokens"] == INTERVAL
-        pass_of = len(prompt) + INTERVAL - 1
+        dense = experts(sparse=False)
+        server.flush_cache()
+        sparse = experts(rectify_interval=0)
+        server.flush_cache()
+        with ThreadPoolExecutor() as pool:
+            beside = pool.submit(forced, server, [*reversed(prompt)], [*reversed(tokens)] * 9, rectify_interval=5)
+            rectified = experts()
+            assert not beside.done() and beside.result()
+        pass_of = len(prompt) + INTERVAL // 2 - 1
         assert (rectified[:pass_of] == sparse[:pass_of]).all()
         assert (dense[:pass_of] != sparse[:pass_of]).any() and (rectified[pass_of:] != sparse[pass_of:]).any()
         assert_nothing_leaked(server)

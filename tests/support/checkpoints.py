@@ -98,7 +98,7 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 5, seed: 
         path: its folder.
         family: "Qwen3Next", with experts; "Qwen3_5" and "Qwen3_5Moe", whose rotary positions are those of images and
             text.
-        layers: how many; in four of them no state is behind a layer that attends.
+        layers: how many; the fifth is the first one whose state depends on what attention computes.
         seed: of the weights.
         **config: fields of its config.
     """
