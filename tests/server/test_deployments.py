@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import untied
-from server_requests import assert_nothing_leaked, logprobs, random_prompts
+from server_requests import RANKS, assert_nothing_leaked, logprobs, random_prompts
 from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, long_texts
 
 from launch.server import ServerProcess
@@ -18,9 +18,9 @@ TOKENS = 24
 CHAIN = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(DRAFTER))
 CHAIN += ("--speculative-draft-attention-backend", "torch_native")
 ASKED = {"return_logprob": True, "sampling_params": {**GREEDY, "max_new_tokens": TOKENS}}
-RANKS: dict[str, tuple[str, ...]] = {
+DEPLOYMENTS: dict[str, tuple[str, ...]] = {
     "data parallelism": ("--dp-size", "2"),
-    "data-parallel attention": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+    "data-parallel attention": RANKS,
     "pipeline parallelism": ("--pp-size", "2"),
 }
 
@@ -52,9 +52,9 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", DEPLOYMENTS)
 def test_ranks_answer_as_one_does(serve, alone, ranks: str, tmp_path: Path) -> None:
-    with serve(untied(MODEL, tmp_path), *FLAGS, *RANKS[ranks], method="dsa", config={}) as server:
+    with serve(untied(MODEL, tmp_path), *FLAGS, *DEPLOYMENTS[ranks], method="dsa", config={}) as server:
         times = 2 if ranks.startswith("data") else 1
         assert_same(answers(server, times), [answer for answer in alone for _ in range(times)])
         found = states(server)
