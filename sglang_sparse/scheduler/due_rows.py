@@ -120,8 +120,9 @@ def plan_step(
     """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
 
     They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``. With deterministic
-    inference no row waits for others: all that are due are rectified, in passes of up to ``max_tokens``. Where ranks
-    have ``shared`` passes, the plan of a rank without a deadline is not ``urgent``.
+    inference no row waits for others: all that are due are rectified, in passes of up to ``max_tokens``. Rows whose
+    recurrent states SGLang stores in this step come first, and what finds no room is marked. Where ranks have
+    ``shared`` passes, the plan of a rank without a deadline is not ``urgent``.
     """
     lengths = batch.seq_lens_cpu.tolist()
     states = [state_of(request) for request in batch.reqs]
