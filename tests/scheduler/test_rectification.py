@@ -173,7 +173,7 @@ def test_before_a_mixed_batch_due_rows_are_encoded_up_to_their_newest_tokens(mon
         )
         for start, row in ((100, 1), (110, 2), (130, 3), (100, None))
     ]
-    # With one rank SGLang counts tokens as ranks do, and nothing is planned.
+    # As ``joint_pass.attach`` leaves it where a single rank gathers sizes, with --moe-dense-tp-size.
     batch: Any = SimpleNamespace(reqs=requests, decoding_reqs=[due, early, gone], **{STEP: None})
     batch.forward_mode, batch.seq_lens_cpu = ForwardMode.MIXED, torch.tensor([600, 142, 141, 140])
     assert rectification.run_step(lambda *_: "ran", worker, batch) == "ran"
