@@ -83,7 +83,7 @@ def extend(
         extend_seq_lens = torch.full_like(seq_lens, len(query) // len(seq_lens))
         extend_prefix_lens, seq_lens = seq_lens, seq_lens + extend_seq_lens
     sinks, cap = getattr(backend, "sinks", None), getattr(backend, "soft_cap", 0.0)
-    table = _table(backend, req_to_token, options)
+    table = _table(backend, req_to_token, seq_lens, options)
     ours = sinks is not None or cap > 0 or options["sliding_window_size"] is None
     if ours and encoder_lens is None and options["causal"]:
         caches = (k_cache, v_cache, table)
@@ -112,7 +112,7 @@ def decode(
     """
     sinks, chunk = getattr(backend, "sinks", None), getattr(backend, "chunk", None)
     cap = getattr(backend, "soft_cap", 0.0)
-    table = _table(backend, req_to_token, options)
+    table = _table(backend, req_to_token, seq_lens, options)
     ours = k_cache.shape[-1] != v_cache.shape[-1] or invariant.enabled() or chunk is not None
     ours = sinks is not None or cap > 0 or (ours and options["sliding_window_size"] is None)
     if ours and encoder_lens is None:
@@ -122,12 +122,15 @@ def decode(
     return original(backend, query, output, k_cache, v_cache, *cached, **options)
 
 
-def _table(backend: Any, req_to_token: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """The slots of requests in a layer; stock does not know that windows and chunks may have a KV pool of their own."""
+def _table(backend: Any, req_to_token: torch.Tensor, seq_lens: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """The slots of requests in a layer; stock does not know that windows and chunks may have a KV pool of their own.
+
+    As many as the longest row has: all of the table would take longer than the layers of a small model.
+    """
     full = options["sliding_window_size"] is None and getattr(backend, "chunk", None) is None
     if full or not hasattr(backend.token_to_kv_pool, "full_to_swa_index_mapping"):
         return req_to_token
-    return backend.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token)
+    return backend.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token[:, : int(seq_lens.max())])
 
 
 def _attend(
