@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from sglang_sparse.attention import crossover, memory
 from sglang_sparse.attention.batch import (
+    RowViews,
     Views,
     allocate_views,
     clear_views,
@@ -24,6 +24,7 @@ from sglang_sparse.attention.batch import (
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import LATER_DRAFT, SPARSE
 from sglang_sparse.attention.decode import SINKS, DecodePath, require_known
+from sglang_sparse.attention.delegation import DelegatingBackend
 from sglang_sparse.attention.exact_states import make_copies
 from sglang_sparse.attention.plan import PLAN, DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
@@ -45,53 +46,6 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.base import ModelShape
 
 logger = logging.getLogger(__name__)
-
-
-class DelegatingBackend(AttentionBackend):
-    """Pass everything on, reading and writing, to the wrapped backend, but for what a subclass sets until it is sealed.
-
-    The delegates for names that SGLang's base class defines are made below the class, because such names never reach
-    ``__getattr__``.
-
-    Args:
-        dense: the wrapped backend.
-    """
-
-    _sealed: ClassVar[bool] = False
-
-    def __init__(self, dense: Any):
-        self.dense = dense
-
-    def seal(self) -> None:
-        """Leave further attributes, which SGLang sets, to the wrapped backend; the last line of a constructor."""
-        object.__setattr__(self, "_sealed", True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dense":
-            raise AttributeError(name)
-        return getattr(self.dense, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if self._sealed and name not in vars(self):
-            setattr(self.dense, name, value)
-        else:
-            object.__setattr__(self, name, value)
-
-
-def _delegate(name: str, value: object) -> Any:
-    if callable(value):
-
-        def method(self: DelegatingBackend, *args: object, **kwargs: object) -> Any:
-            return getattr(self.dense, name)(*args, **kwargs)
-
-        return method
-    return property(lambda self: getattr(self.dense, name))
-
-
-# Made from the base class rather than listed, so that what a later SGLang adds is delegated too.
-for _name, _value in vars(AttentionBackend).items():
-    if not _name.startswith("__") and _name not in vars(DelegatingBackend) and _name != "_abc_impl":
-        setattr(DelegatingBackend, _name, _delegate(_name, _value))
 
 
 class SparseAttentionBackend(DelegatingBackend):
@@ -117,6 +71,9 @@ class SparseAttentionBackend(DelegatingBackend):
     attends_alone: bool = False
     # The mode and batch size that the dense backend is prepared to capture.
     _captured: tuple[ForwardMode, int] | None = None
+    _cut: RowViews | None = None
+    # Views that were filled last, and the plans whose counts they have.
+    _counted: tuple[object, object] = (None, None)
 
     def __init__(self, dense: Any, runner: ModelRunner, settings: Settings):
         super().__init__(dense)
@@ -160,7 +117,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self._graph_views: Views | None = None
         self._eager_views: Views | None = None
         self._last_slots: dict[int, torch.Tensor] | None = None
-        self._captured = None
+        self._captured = self._cut = None
+        self._counted = (None, None)
         # Of the pass that runs, or ran last.
         self._planned: DecodePlan | None = None
         # The scheduler's, while a step that rectifies is launched.
@@ -283,7 +241,9 @@ class SparseAttentionBackend(DelegatingBackend):
                 self._eager_views = None
                 self._eager_views = self._allocate(rows)
             found = self._eager_views
-        return tuple(view.rows(rows) for view in found)
+        if self._cut is None or self._cut.views is not found:
+            self._cut = RowViews(found)
+        return self._cut[rows]
 
     def _allocate(self, rows: int) -> Views:
         stats = self.counters.select_stats
@@ -293,6 +253,7 @@ class SparseAttentionBackend(DelegatingBackend):
     def _begin_capture(self, rows: int) -> None:
         """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""
         self._views = self.indexed = None
+        self._counted = (None, None)
         variant = get_capture_attention_variant()
         if variant in (SPARSE, LATER_DRAFT):
             self._views = self._rows(rows * self.rows_each)
@@ -325,7 +286,10 @@ class SparseAttentionBackend(DelegatingBackend):
         if not plan.sparse:
             return
         self._views = self._rows(rows * self.rows_each)
-        load_views(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
+        views, groups = self._counted
+        counted = views is self._views and groups is plan.groups
+        load_views(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token, counted)
+        self._counted = (self._views, None if plan.bounded else plan.groups)
 
     def forward(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_sparse.attention.plan import DecodePlan, GroupPlan, usual_selection
+from sglang_sparse.attention.plan import DecodePlan, usual_selection
 from sglang_sparse.attention.protocols import ForwardBatch
 from sglang_sparse.methods.base import VIEW_BUFFERS, DecodeMethod, ModelShape, ViewBuffer
 from sglang_sparse.methods.views import SELECT_STATS, BatchView
@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 
 # Of a batch, one for each method.
 Views = tuple[BatchView, ...]
+
+
+class RowViews(dict[int, Views]):
+    """Views of the first rows of buffers, by their number; made once, as a step waits for it.
+
+    Args:
+        views: of all rows.
+    """
+
+    def __init__(self, views: Views):
+        super().__init__()
+        self.views = views
+
+    def __missing__(self, rows: int) -> Views:
+        self[rows] = tuple(view.rows(rows) for view in self.views)
+        return self[rows]
 
 
 def real_rows(forward_batch: ForwardBatch) -> int:
@@ -167,7 +183,9 @@ def views_nbytes(views: Views) -> int:
     return sum({id(buffer): buffer.nbytes for view in views for buffer in view.buffers}.values())
 
 
-def load_views(views: Views, plan: DecodePlan, forward_batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
+def load_views(
+    views: Views, plan: DecodePlan, forward_batch: ForwardBatch, req_to_token: torch.Tensor, counted: bool = False
+) -> None:
     """Fill views for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
 
     Args:
@@ -175,13 +193,15 @@ def load_views(views: Views, plan: DecodePlan, forward_batch: ForwardBatch, req_
         plan: the decision for the real rows, which come first; the others pad a graph.
         forward_batch: SGLang's batch or replay view.
         req_to_token: ``[requests, max_context]``, SGLang's token table.
+        counted: whether the views have this plan's counts already.
     """
     loaded: set[int] = set()
     for view, own in zip(views, plan.groups, strict=True):
-        if view.page_size in loaded:
-            _load_counts(view, (view.n_select, own.n_select), (view.row_thresholds, own.row_thresholds))
-        else:
-            _load(view, req_to_token, forward_batch.req_pool_indices, own)
+        if not counted:
+            counts = () if view.page_size in loaded else ((view.n_pages, own.n_pages),)
+            _load_counts(view, *counts, (view.n_select, own.n_select), (view.row_thresholds, own.row_thresholds))
+        if view.page_size not in loaded:
+            _load_table(view, req_to_token, forward_batch.req_pool_indices, own.n_pages)
             loaded.add(view.page_size)
         if plan.bounded:
             _bound(view, forward_batch.seq_lens[: len(plan.covered)])
@@ -192,15 +212,19 @@ def clear_views(views: Views, req_to_token: torch.Tensor) -> None:
     nothing = torch.empty(0, dtype=torch.int32)
     requests = torch.empty(0, dtype=torch.int64, device=req_to_token.device)
     for view in views:
-        _load(view, req_to_token, requests, GroupPlan(nothing, nothing, nothing, nothing.float()))
+        for counts in (view.n_pages, view.n_select, view.row_thresholds):
+            counts.zero_()
+        _load_table(view, req_to_token, requests, nothing)
 
 
 def _load_counts(view: BatchView, *loads: tuple[torch.Tensor, torch.Tensor]) -> None:
     rows = view.n_pages.shape[0]
     for target, counts in loads:
+        if rows > counts.shape[0]:
+            counts = torch.nn.functional.pad(counts, (0, rows - counts.shape[0]))
         # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
         # could be overwritten before its copy: the host runs ahead of the device.
-        target.copy_(torch.nn.functional.pad(counts, (0, rows - counts.shape[0])), non_blocking=True)
+        target.copy_(counts, non_blocking=True)
 
 
 def _bound(view: BatchView, lengths: torch.Tensor) -> None:
@@ -210,14 +234,11 @@ def _bound(view: BatchView, lengths: torch.Tensor) -> None:
     torch.minimum(n_select, n_pages, out=n_select)
 
 
-def _load(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, plan: GroupPlan) -> None:
-    real = plan.n_pages.shape[0]
-    _load_counts(
-        view, (view.n_pages, plan.n_pages), (view.n_select, plan.n_select), (view.row_thresholds, plan.row_thresholds)
-    )
+def _load_table(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, n_pages: torch.Tensor) -> None:
     if view.page_table.shape[1] == 0:
         # A model that chooses finds its rows itself.
         return
+    real = n_pages.shape[0]
     view.requests[:real].copy_(requests[:real])
-    widest = int(plan.n_pages.max()) if real else 0
+    widest = int(n_pages.max()) if real else 0
     load_page_table(req_to_token, requests[:real], view.n_pages, widest, view.page_size, view.page_table)

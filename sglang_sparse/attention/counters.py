@@ -188,7 +188,7 @@ class Counters:
         if not plan.sparse:
             self._dense_rows += plan.covered.shape[0]
             return
-        self._dense_rows += int(plan.covered.sum())
+        self._dense_rows += plan.covered.tolist().count(True)
         for counts, own in zip(self._selections, plan.groups, strict=True):
             counts.add(own, plan.selective)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -76,15 +77,30 @@ def plan_decode(
             batch dense. Such a row is sparse by its length and its request's options, which it was when it was
             compacted.
     """
-    config = groups.config
+    config, lengths = groups.config, seq_lens.tolist()
     crossover = 0 if compacted else groups.crossover_tokens
-    if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
+    if config.dense_fallback != "never" and sum(lengths) < crossover:
         # Whatever the rows are, and before anything else: a short batch waits for the host more than a long one.
-        return dense_plan(len(seq_lens))
+        return dense_plan(len(lengths))
+    block = math.gcd(*(method.block_size for method in groups.methods))
+    held = [(-(-length // block), length < config.min_seq_len) for length in lengths]
+    # Most steps of few rows fill no block.
+    facts = (groups.deterministic, held, [(row.sparse, row.decode) for row in rows])
+    if groups.planned is None or groups.planned[0] != facts:
+        groups.planned = facts, _plan_rows(groups, seq_lens, rows)
+    plan = cast(DecodePlan, groups.planned[1])
+    if groups.deterministic or config.dense_fallback == "never":
+        return plan
+    sparse_tokens = sum(length for length, dense in zip(lengths, plan.covered.tolist(), strict=True) if not dense)
+    return plan if sparse_tokens and sparse_tokens >= crossover else dense_plan(len(lengths))
+
+
+def _plan_rows(groups: DecodeGroups, seq_lens: torch.Tensor, rows: Sequence[RequestOptions]) -> DecodePlan:
+    """Decide a batch that is long enough to run sparse."""
     asked_dense = (
         torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(seq_lens, dtype=torch.bool)
     )
-    dense = asked_dense | (seq_lens < config.min_seq_len)
+    dense = asked_dense | (seq_lens < groups.config.min_seq_len)
     others: dict[DecodeGroups, list[int]] = {}
     for i, row in enumerate(rows):
         if row.decode is not groups:
@@ -98,13 +114,7 @@ def plan_decode(
         # The dense backend rounds otherwise than the sparse kernels over all pages. A row alone must take the same
         # kernels as in company, and what it writes must not be shared as if a prefill had written it.
         return DecodePlan(torch.zeros_like(covered), ~covered, plans)
-    if config.dense_fallback == "never":
-        return DecodePlan(asked_dense, ~covered, plans)
-    selective = ~covered
-    sparse_tokens = int(seq_lens[selective].sum())
-    if sparse_tokens == 0 or sparse_tokens < crossover:
-        return dense_plan(len(seq_lens))
-    return DecodePlan(covered, selective, plans)
+    return DecodePlan(asked_dense if groups.config.dense_fallback == "never" else covered, ~covered, plans)
 
 
 def _of_method(

@@ -45,6 +45,7 @@ class SelectionCounts:
     def __init__(self, method: DecodeMethod, layers: int, kv_heads: int, smallest_block: int):
         self.size = SELECT_STATS + len(method.more_counts)
         self.max_active_fraction = None if method.decides_on_device else 0.0
+        self._last: GroupPlan | None = None
         self._more_counts = method.more_counts
         self._layers = layers
         self._kv_heads = kv_heads
@@ -64,7 +65,8 @@ class SelectionCounts:
             pairs = self._layers * self._kv_heads
             for place, count in enumerate((rows, pages, pages)):
                 self._looked_at[place] += pairs * count
-        if self.max_active_fraction is not None:
+        if self.max_active_fraction is not None and plan is not self._last:
+            self._last = plan
             fractions = (plan.n_select / plan.n_pages)[sparse].tolist()
             self.max_active_fraction = max([self.max_active_fraction, *fractions])
 

@@ -79,11 +79,13 @@ class DecodeGroups(LayerGroups[DecodeMethod]):
             measured for its GPU and its model.
         deterministic: whether each row runs as if it were alone, see ``attention/plan.py``; a server that starts puts
             here what its flags say.
+        planned: the last plan that ``plan_decode`` made, behind what it depends on.
     """
 
     shared = RectifyConfig
     config: MethodConfig
     deterministic: bool = False
+    planned: tuple[object, object] | None = None
 
     def __init__(self, names: Sequence[str], methods: Sequence[DecodeMethod]):
         super().__init__(names, methods)

@@ -10,9 +10,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
 from sglang_sparse.attention import cuda_graphs
-from sglang_sparse.attention.backend import DelegatingBackend, SparseAttentionBackend
+from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.attention.batch import allocate_view, views_nbytes
 from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.delegation import DelegatingBackend
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build

@@ -60,6 +60,30 @@ def test_with_deterministic_inference_a_row_runs_as_it_would_alone(lengths: list
         assert not plan.covered.any() and not any(row.covered.any() for row in rows)
 
 
+@given(
+    st.sampled_from([{}, {"active_ratio": 0.9}, {"dense_fallback": "never"}, {"crossover_tokens": 2**15 + 20}]),
+    st.lists(st.tuples(*2 * [st.integers(2**14 - 40, 2**14 + 40)], st.booleans(), st.booleans()), max_size=20),
+)
+def test_a_plan_does_not_depend_on_the_one_before(fields: dict[str, object], steps: list[tuple[int, ...]]) -> None:
+    settings = build("resa", fields)
+    dense, usual = (parse_options(settings, {"sparse": sparse}) for sparse in (False, True))
+    for first, second, asks_dense, compacted in steps:
+        rows = [usual, dense if asks_dense else usual]
+        lengths = torch.tensor([first, second])
+        plan = plan_decode(settings.decode, lengths, rows, bool(compacted))
+        settings.decode.planned = None
+        anew = plan_decode(settings.decode, lengths, rows, bool(compacted))
+        assert torch.equal(plan.covered, anew.covered) and torch.equal(plan.selective, anew.selective)
+        for one, other in zip(plan.groups, anew.groups, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_a_step_that_fills_no_page_has_the_plan_before() -> None:
+    groups = build("resa", {}).decode
+    one, same, other = (plan_decode(groups, torch.tensor([20001, length])) for length in (16001, 16016, 16017))
+    assert one is same and other is not one
+
+
 @pytest.mark.parametrize("given", [{}, {"min_seq_len": 0, "crossover_tokens": 0}, {"crossover_tokens": "auto"}])
 def test_never_leaves_no_limits(given: dict[str, object]) -> None:
     config = build("resa", {"dense_fallback": "never", **given}).config

@@ -230,3 +230,15 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(mo
     parts = backend.counters.snapshot()["parts"]
     assert [part["max_active_fraction"] for part in parts] == [pytest.approx(0.4), 0.5, None]
     assert [part["pages_held"] for part in parts] == [0, 0, 2 * 40]
+    # The counts of a plan are written once, as long as nothing else is written over them.
+    captured[0].n_pages.fill_(7)
+    batch.seq_lens_cpu[0] = 625
+    backend._prepare(batch)
+    assert captured[0].n_pages.tolist() == [7, 7]
+    for lengths, pages in ((300, 19), (625, 40)):
+        batch.seq_lens_cpu[0] = lengths
+        backend._prepare(batch)
+        assert captured[0].n_pages.tolist() == [pages, 0]
+    backend._begin_capture(2)
+    backend._prepare(batch)
+    assert captured[0].n_pages.tolist() == [40, 0]
