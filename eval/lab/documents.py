@@ -161,7 +161,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "lossless": lambda: lossless.acceptance(sorted(RESULTS.glob("lossless-*"))),
     "lossless-speed": lambda: lossless.speed(sorted(RESULTS.glob("lossless-*"))),
     "chains": lambda: decode.decode(*sorted(RESULTS.glob("chain-*"))),
-    "quality-perplexity": lambda: quality.perplexities(_file(f"{QUALITY.lower()}-resa-ppl", RESULTS / "real")),
+    "quality-perplexity": lambda: quality.perplexities(RESULTS / "real"),
     "quality-drift": lambda: tables.drift(_file(f"{QUALITY.lower()}-resa-drift", RESULTS / "real")),
     "quality-theta": lambda: quality.thetas(sorted((RESULTS / "real").glob("*-anchor.json"))),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),

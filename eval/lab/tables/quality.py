@@ -13,12 +13,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from eval.live.record import command_name, read_finished, read_rows, result_files, summarised
+from eval.live.record import command_name, read_finished, result_files, summarised
 from eval.scores import ppl_summary
 from eval.scores.pictures import save
 from eval.scores.stats import compare
 from eval.scores.summary import by_prompt, reading
 from eval.scores.tables import RECTIFICATION, Column, Row, length, number, percent, table, text
+from eval.texts.lengths import short_length
 
 DENSE = "dense"
 # Below, a checkpoint does not do a task, and a loss says nothing.
@@ -123,9 +124,12 @@ def read_answers(paths: Iterable[Path]) -> dict[str, Answers]:
         header, *rows = read_finished(path)
         suite = command_name(header.get("command"))
         if suite in SUITES and header.get("label"):
-            model = header["servers"]["base"]["model_path"].rstrip("/").split("/")[-1]
-            found.setdefault(model, Answers()).add(suite, header["label"], rows)
+            found.setdefault(_model(header), Answers()).add(suite, header["label"], rows)
     return found
+
+
+def _model(header: Row) -> str:
+    return str(header["servers"]["base"]["model_path"]).rstrip("/").split("/")[-1]
 
 
 def read_folder(folder: Path) -> dict[str, Answers]:
@@ -157,11 +161,19 @@ def quality_table(answers: Answers) -> str:
     return table(answers.lines(), columns)
 
 
-def perplexities(path: Path) -> str:
-    """Perplexity over a text, against the share of the pages at the default interval, and the other way round."""
-    rows = ppl_summary.summarise(read_rows(path))
-    kept = [row for row in rows if row["setting"] == "dense" or row["ratio"] == RATIO or row["interval"] == INTERVAL]
-    return table(kept, RECTIFICATION)
+def perplexities(folder: Path) -> str:
+    """For each checkpoint and length a table: against the share at the default interval, and the other way round."""
+    found = []
+    for path in sorted(folder.glob("*-resa-ppl*")):
+        header, *rows = read_finished(path)
+        kept = [
+            row
+            for row in ppl_summary.summarise(rows)
+            if row["setting"] == "dense" or row["ratio"] == RATIO or row["interval"] == INTERVAL
+        ]
+        size = short_length(header["arguments"]["length"])
+        found.append(f"{_model(header)}, {size}:\n\n{table(kept, RECTIFICATION)}")
+    return "\n\n".join(found)
 
 
 def thetas(paths: Iterable[Path]) -> str:
