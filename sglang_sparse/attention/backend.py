@@ -238,7 +238,8 @@ class SparseAttentionBackend(DelegatingBackend):
         if found is None or rows > len(found[0].n_pages):
             if self._eager_views is None or rows > len(self._eager_views[0].n_pages):
                 # Never two at once.
-                self._eager_views = None
+                self._eager_views = self._cut = None
+                self._counted = (None, None)
                 self._eager_views = self._allocate(rows)
             found = self._eager_views
         if self._cut is None or self._cut.views is not found:
