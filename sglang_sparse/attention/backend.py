@@ -15,7 +15,6 @@ from sglang_sparse.attention.batch import (
     allocate_views,
     clear_views,
     count_sizes,
-    load_views,
     real_rows,
     rows_and_queries,
     view_buffers,
@@ -72,8 +71,6 @@ class SparseAttentionBackend(DelegatingBackend):
     # The mode and batch size that the dense backend is prepared to capture.
     _captured: tuple[ForwardMode, int] | None = None
     _cut: RowViews | None = None
-    # Views that were filled last, and the plans whose counts they have.
-    _counted: tuple[object, object] = (None, None)
 
     def __init__(self, dense: Any, runner: ModelRunner, settings: Settings):
         super().__init__(dense)
@@ -118,7 +115,6 @@ class SparseAttentionBackend(DelegatingBackend):
         self._eager_views: Views | None = None
         self._last_slots: dict[int, torch.Tensor] | None = None
         self._captured = self._cut = None
-        self._counted = (None, None)
         # Of the pass that runs, or ran last.
         self._planned: DecodePlan | None = None
         # The scheduler's, while a step that rectifies is launched.
@@ -239,7 +235,6 @@ class SparseAttentionBackend(DelegatingBackend):
             if self._eager_views is None or rows > len(self._eager_views[0].n_pages):
                 # Never two at once.
                 self._eager_views = self._cut = None
-                self._counted = (None, None)
                 self._eager_views = self._allocate(rows)
             found = self._eager_views
         if self._cut is None or self._cut.views is not found:
@@ -253,8 +248,7 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def _begin_capture(self, rows: int) -> None:
         """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""
-        self._views = self.indexed = None
-        self._counted = (None, None)
+        self._views = self.indexed = self._cut = None
         variant = get_capture_attention_variant()
         if variant in (SPARSE, LATER_DRAFT):
             self._views = self._rows(rows * self.rows_each)
@@ -287,10 +281,8 @@ class SparseAttentionBackend(DelegatingBackend):
         if not plan.sparse:
             return
         self._views = self._rows(rows * self.rows_each)
-        views, groups = self._counted
-        counted = views is self._views and groups is plan.groups
-        load_views(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token, counted)
-        self._counted = (self._views, None if plan.bounded else plan.groups)
+        assert self._cut is not None
+        self._cut.load(self._views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
 
     def forward(
         self,

@@ -30,6 +30,14 @@ class RowViews(dict[int, Views]):
     def __init__(self, views: Views):
         super().__init__()
         self.views = views
+        # The views that were filled last, and the plans whose counts they have.
+        self._filled: tuple[Views, object] | None = None
+
+    def load(self, views: Views, plan: DecodePlan, forward_batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
+        """Fill some of these, see `load_views`; counts that they have already are left."""
+        counted = self._filled is not None and self._filled[0] is views and self._filled[1] is plan.groups
+        load_views(views, plan, forward_batch, req_to_token, counted)
+        self._filled = (views, None if plan.bounded else plan.groups)
 
     def __missing__(self, rows: int) -> Views:
         self[rows] = tuple(view.rows(rows) for view in self.views)

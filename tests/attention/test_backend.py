@@ -209,7 +209,8 @@ def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
     assert views_nbytes(found) == 5 * (len(buffers) * 2**21 + 20 + 16)
     assert backend._rows(5) is found
     # Nothing keeps its memory while that of a larger one is taken.
-    backend._counted, kept = (found, found), weakref.ref(found[0])
+    assert backend._cut is not None
+    backend._cut._filled, kept = (found, found), weakref.ref(found[0])
     del found
     allocate = backend._allocate
 

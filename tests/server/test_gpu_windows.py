@@ -18,8 +18,8 @@ RESA = {"active_ratio": 1.0, "rectify_interval": INTERVAL, "dense_fallback": "ne
 # SGLang frees a window's past every 128 tokens otherwise.
 AT_ONCE = {"SGLANG_SWA_EVICTION_INTERVAL": "1"}
 # The heads of Gemma 3 as published, in all sizes but the largest, and of gpt-oss, which has sinks and two KV pools.
-# All of gpt-oss's experts, or rounding would choose others. Llama 4 has two pools, and norms of queries and keys, which
-# have no test on CPUs.
+# Each token of gpt-oss goes to all experts, or rounding would choose others. Llama 4 has two pools, and norms of
+# queries and keys, which have no test on CPUs.
 HEADS = {
     "Gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
     "GptOss": {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64, "num_experts_per_tok": 4},
