@@ -30,9 +30,10 @@ class ModelLimit:
 
 
 # Those of models whose layers with recurrent states stay dense.
-WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_WITH_BOTH = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_WITH_BOTH)
 # Those that are served with their towers: images attend as text does, to what lies before.
-WITH_TOWERS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+WITH_TOWERS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *_WITH_BOTH)
 TEXT_ALONE = """--json-model-override-args '{"language_model_only": true}'"""
 
 
@@ -53,7 +54,7 @@ def _has_states(model: ModelConfig) -> bool:
 
 def state_layers(model: ModelConfig) -> frozenset[int]:
     """Return the layers of a served model that have a recurrent state and no KV."""
-    attending = model.hf_config.full_attention_layer_ids if _has_states(model) else range(model.num_hidden_layers)
+    attending = model.hf_text_config.full_attention_layer_ids if _has_states(model) else range(model.num_hidden_layers)
     return frozenset(range(model.num_hidden_layers)).difference(attending)
 
 
@@ -137,8 +138,8 @@ MODEL_LIMITS = (
     ModelLimit(
         "multimodal model",
         lambda m: m.is_multimodal and not has_towers(m),
-        "its media towers are not proven yet; proven: Qwen3-VL's; GLM-4.5V and models without M-RoPE serve text alone "
-        f"with {TEXT_ALONE}",
+        "its media towers are not proven yet; proven: Qwen3-VL's and Qwen3.5's; GLM-4.5V and models without M-RoPE "
+        f"serve text alone with {TEXT_ALONE}",
     ),
     ModelLimit(
         "model that needs M-RoPE for text",

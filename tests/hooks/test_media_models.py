@@ -14,14 +14,15 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import of
-from sglang_sparse.hooks.model_limits import WITH_TOWERS, has_towers
+from sglang_sparse.hooks.model_limits import WITH_STATES, WITH_TOWERS, has_towers, state_layers
 
 QWEN3_VL = WITH_TOWERS[0]
 SKIP = {"threshold_scale_factor": {"prefill": 300, "decode": 25}}
 
 
 def start(folder: Path, architecture: str = QWEN3_VL, text_alone: bool = False, **flags: Any) -> Any:
-    config = {**CONFIGS["towers"], "architectures": [architecture], "language_model_only": text_alone}
+    kind = "states_and_towers" if architecture in WITH_STATES else "towers"
+    config = {**CONFIGS[kind], "architectures": [architecture], "language_model_only": text_alone}
     (folder / "config.json").write_text(json.dumps(config))
     return ServerArgs(model_path=str(folder), **flags)
 
@@ -29,8 +30,10 @@ def start(folder: Path, architecture: str = QWEN3_VL, text_alone: bool = False, 
 @pytest.mark.parametrize("architecture", WITH_TOWERS)
 @pytest.mark.parametrize("text_alone", [False, True])
 def test_models_with_proven_towers_are_served(architecture: str, text_alone: bool, tmp_path: Path) -> None:
-    args = start(tmp_path, architecture, text_alone, sparse_method="resa", sparse_config={"rectify_on_finish": True})
-    assert has_towers(of(args).new_model_config()) is not text_alone
+    args = start(tmp_path, architecture, text_alone, sparse_method="resa")
+    model = of(args).new_model_config()
+    assert has_towers(model) is not text_alone
+    assert state_layers(model) == ({0, 2} if architecture in WITH_STATES else set())
     assert json.loads(args.sparse_config)["rectify_interval"] > 0
 
 

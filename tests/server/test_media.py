@@ -1,7 +1,8 @@
-"""Models that are served with their towers: tiny Qwen3-VL against transformers, with texts, images and videos."""
+"""Models that are served with their towers: tiny Qwen3-VL and Qwen3.5 against transformers.
 
-import base64
-import io
+They are asked about texts, images and videos.
+"""
+
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import IMAGE, VIDEO, VISION_END, VISION_START, by_transformers, random_vision_language
-from gif_videos import decoding, make_gif, sampled
-from PIL import Image
+from checkpoints import VIDEO, by_transformers, random_vision_language
+from gif_videos import decoding, sampled
+from media import FIRST, MORE, SECOND, THIRD, VIDEO_FILE, Showing, with_image
 from server_requests import (
     RANKS,
     RETRACT,
@@ -29,49 +30,13 @@ from server_requests import (
 )
 from transformers import AutoTokenizer
 
-PAGE, INTERVAL = 16, 16
+# A state is stored at multiples of the last one.
+PAGE, INTERVAL, GRID = 16, 16, 64
 FLAGS = ("--chunked-prefill-size", "256", "--dtype", "float32")
 RESA = {"active_ratio": 0.1, "min_pages": 2, "rectify_interval": INTERVAL, "dense_fallback": "never"}
 Likely = Callable[[list[int], list[int]], list[float]]
 # And the tokens that are to be generated behind it.
 Prompt = tuple[list[int], list[int]]
-# Of 4 x 3 tokens, which M-RoPE counts as 4.
-FIRST = Image.radial_gradient("L").resize((128, 96)).convert("RGB")
-SECOND = FIRST.transpose(Image.Transpose.ROTATE_180).point(lambda value: value // 2)
-MORE = 4 * 3 - 1
-# Of 2 x 3 tokens.
-THIRD = SECOND.resize((64, 96))
-# Of four pairs of frames.
-VIDEO_FILE = make_gif([FIRST.convert("L").resize((336, 308)).rotate(45 * turn) for turn in range(8)])
-
-
-def as_png(image: Image.Image) -> bytes:
-    image.save(file := io.BytesIO(), "PNG")
-    return file.getvalue()
-
-
-class Showing:
-    """A server that is sent as many images as a prompt has tokens for, and the video if it has a token for that."""
-
-    def __init__(self, server: Any, *images: Image.Image) -> None:
-        self.server = server
-        self.images = [base64.b64encode(as_png(image)).decode() for image in images or (FIRST, SECOND)]
-        self.video = base64.b64encode(VIDEO_FILE).decode()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.server, name)
-
-    def generate(self, **asked: Any) -> dict[str, Any]:
-        shown: dict[str, Any] = {}
-        if count := asked["input_ids"].count(IMAGE):
-            shown["image_data"] = self.images[:count]
-        if VIDEO in asked["input_ids"]:
-            shown["video_data"] = self.video
-        return self.server.generate(**asked, **shown)
-
-
-def with_image(prompt: list[int], at: int = 100, media: int = IMAGE) -> list[int]:
-    return [*prompt[:at], VISION_START, media, VISION_END, *prompt[at:]]
 
 
 def drawn(seed: int, tokens: int, prompt: int = 300) -> Prompt:
@@ -119,7 +84,7 @@ def test_another_image_at_the_same_place_shares_what_is_before_it(server: Showin
         assert off(answer, by_transformers(model, image)(with_image(prompt), output)) < 1e-4
 
 
-def test_several_images_agree_with_transformers(server: Showing, model: Path) -> None:
+def assert_several_images_agree(server: Showing, model: Path, lost: int) -> None:
     """Two in a prompt, and one more in the next turn, which finds the generated tokens of the turn before."""
     prompt, output = drawn(7, 90)
     shown = Showing(server.server, SECOND, THIRD, FIRST)
@@ -128,13 +93,17 @@ def test_several_images_agree_with_transformers(server: Showing, model: Path) ->
     more = MORE + 2 * 3 - 1
     server.flush_cache()
     assert off(forced(shown, first, output), likely(first, output)) > 1e-2
-    (text, second), lost = drawn(8, 60, 40), INTERVAL + PAGE
+    text, second = drawn(8, 60, 40)
     turn = [*first, *output, *with_image(text, 20)]
     answer = forced(shown, turn, second, sparse=False)
     assert answer["meta_info"]["cached_tokens"] > len(first) + len(output) + more - lost
     assert off(answer, likely(turn, second)) < 1e-4
     server.flush_cache()
     assert_agrees(shown, likely, turn, second, lost - more - MORE)
+
+
+def test_several_images_agree_with_transformers(server: Showing, model: Path) -> None:
+    assert_several_images_agree(server, model, INTERVAL + PAGE)
     assert_exact(server)
 
 
@@ -146,14 +115,18 @@ def words(model: Path, seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(whole, k=tokens)
 
 
-def test_a_video_agrees_with_transformers(server: Showing, model: Path) -> None:
+def assert_a_video_agrees(server: Showing, model: Path, lost: int) -> None:
     """Behind an image; a chunk of the prompt, of 256 tokens, ends within the video."""
     likely = by_transformers(model, FIRST, video=sampled(VIDEO_FILE))
     prompt, output = with_image(with_image(words(model, 1, 300), 220, VIDEO), 50), words(model, 2, 90)
     server.flush_cache()
     more = forced(server, prompt, output[:1], sparse=False)["meta_info"]["prompt_tokens"] - len(prompt)
     assert more > 60 + MORE
-    assert_agrees(server, likely, prompt, output, INTERVAL + PAGE - more)
+    assert_agrees(server, likely, prompt, output, lost - more)
+
+
+def test_a_video_agrees_with_transformers(server: Showing, model: Path) -> None:
+    assert_a_video_agrees(server, model, INTERVAL + PAGE)
     assert_exact(server)
 
 
@@ -174,8 +147,11 @@ def assert_images_decode_as_if_alone(server: Showing) -> None:
     assert off(found[0], logprobs(alone)) < 1e-4
 
 
-def assert_follow_ups_agree(server: Showing, likely: Likely) -> list[dict[str, Any]]:
-    """Texts and images are rectified together, in passes that several share; returns the answers before."""
+def assert_follow_ups_agree(server: Showing, likely: Likely, lost: int = INTERVAL + PAGE) -> list[dict[str, Any]]:
+    """Texts and images are rectified together, in passes that several share; returns the answers before.
+
+    Follow-ups hit all tokens but ``lost``.
+    """
     asked = [drawn(seed, 60 + 7 * seed, 150 + 30 * seed) for seed in range(6)]
     asked = [(with_image(prompt, 40) if seed % 2 else prompt, output) for seed, (prompt, output) in enumerate(asked)]
     # Two images.
@@ -185,7 +161,7 @@ def assert_follow_ups_agree(server: Showing, likely: Likely) -> list[dict[str, A
     for prompt, output in asked:
         follow_up, last = [*prompt, *output, *range(20, 29)], output[:20]
         answer = forced(server, follow_up, last, sparse=False)
-        assert answer["meta_info"]["cached_tokens"] > len(prompt) + len(output) - INTERVAL - PAGE
+        assert answer["meta_info"]["cached_tokens"] > len(prompt) + len(output) - lost
         assert off(answer, likely(follow_up, last)) < 1e-4
     return answers
 
@@ -266,6 +242,42 @@ def test_other_methods_that_leave_nothing_out_agree(
         for asked in (prompt, with_image(prompt), with_image(prompt, 290)):
             assert off(forced(Showing(server), asked, output), likely(asked, output)) < 1e-4
         assert spent(server, before)["sparse_layer_rows"] > 0
+        assert_nothing_leaked(server)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "env"),
+    [
+        ("Qwen3_5", (), {}),
+        *(
+            pytest.param(*of, marks=pytest.mark.long)
+            for of in (
+                ("Qwen3_5Moe", (), {}),
+                ("Qwen3_5", (), RETRACT),
+                ("Qwen3_5", ("--tp-size", "2"), {}),
+                ("Qwen3_5", RANKS, {}),
+            )
+        ),
+    ],
+)
+def test_models_with_states_agree(
+    serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, flags: tuple[str, ...], env: dict[str, str]
+) -> None:
+    """What is shared of an answer ends where a state was stored."""
+    model = random_vision_language(tmp_path / "model", family)
+    likely, lost, env = by_transformers(model, FIRST, SECOND), GRID + 1, {**decoding(tmp_path), **env}
+    with serve(model, *FLAGS, "--mamba-track-interval", str(GRID), *flags, config=RESA, env=env) as server:
+        if flags == RANKS:
+            asked_of(server, 0, monkeypatch)
+        shown = Showing(server)
+        assert_agrees(shown, likely, *drawn(7, 90), lost)
+        answers = assert_follow_ups_agree(shown, likely, lost)
+        if RETRACT.items() <= env.items():
+            assert any(answer["meta_info"]["num_retractions"] for answer in answers[1::2])
+        elif not flags:
+            assert_images_decode_as_if_alone(shown)
+            assert_several_images_agree(shown, model, lost)
+            assert_a_video_agrees(shown, model, lost)
         assert_nothing_leaked(server)
 
 

@@ -217,7 +217,8 @@ def test_without_a_copy_follow_ups_are_wrong(serve, tmp_path: Path, model: Path,
         assert max(differences) > 1e-3, differences
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
 def test_qwen3_5_for_text_agrees_with_transformers(serve, tmp_path: Path, family: str) -> None:
     """Its text requests have positions in three rows, all the same."""
     likely = by_transformers(random_hybrid(tmp_path, family))

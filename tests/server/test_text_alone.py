@@ -1,4 +1,4 @@
-"""Vision-language models that are served for text alone: tiny Qwen3-VL and Gemma 3 against transformers."""
+"""Vision-language models that are served for text alone: tiny ones against transformers."""
 
 import json
 from pathlib import Path
@@ -17,23 +17,31 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 
 
 @pytest.mark.parametrize(
-    ("family", "flags", "layers"), [("Qwen3VL", TEXT, "all"), pytest.param("Gemma3", (), "2,5", marks=pytest.mark.long)]
+    ("family", "flags", "layers"),
+    [
+        ("Qwen3VL", TEXT, "all"),
+        pytest.param("Gemma3", (), "2,5", marks=pytest.mark.long),
+        pytest.param("Qwen3_5", (*TEXT, "--mamba-track-interval", "64"), "3", marks=pytest.mark.long),
+    ],
 )
 def test_text_agrees_with_transformers_and_images_are_refused(
     serve, tmp_path: Path, family: str, flags: tuple[str, ...], layers: str
 ) -> None:
     likely = by_transformers(random_vision_language(tmp_path, family))
     (prompt,), (tokens,) = random_prompts(6, [300], 900), random_prompts(7, [90], 900)
-    with serve(tmp_path, *FLAGS, *flags, config={**RESA, "check_exactness": True}) as server:
+    # A prefix without its state cannot be computed again; what is shared ends at the last state.
+    checks, lost = (True, INTERVAL + PAGE) if family != "Qwen3_5" else (False, 64 + 1)
+    with serve(tmp_path, *FLAGS, *flags, config={**RESA, "check_exactness": checks}) as server:
         assert sparse_state(server)["config"]["layers"] == layers
-        assert_agrees(server, likely, prompt, tokens, INTERVAL + PAGE)
+        assert_agrees(server, likely, prompt, tokens, lost)
         assert_status_400(server, "/generate", {"input_ids": prompt, "image_data": IMAGE["image_url"]["url"]})
         batch = {"input_ids": [prompt, prompt], "sampling_params": {"max_new_tokens": 2}}
         assert_status_400(server, "/generate", {**batch, "video_data": [None, IMAGE["image_url"]["url"]]})
         assert len(server.client.post("/generate", json={**batch, "image_data": [None, None]}).json()) == 2
         message = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}
         assert_status_400(server, "/v1/chat/completions", {"model": "default", "messages": [message]})
-        assert_exact(server)
+        if checks:
+            assert_exact(server)
         assert_nothing_leaked(server)
 
 

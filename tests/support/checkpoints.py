@@ -106,6 +106,14 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 5, seed: 
     import transformers
 
     torch.manual_seed(seed)
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    text = _hybrid_sizes(family, layers)
+    model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**text, **config}))
+    _remember(model)
+    return save(path, model, 1024, {"full_attention_interval": 4})
+
+
+def _hybrid_sizes(family: str, layers: int) -> dict[str, Any]:
     own: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
     own |= {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
     own |= {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
@@ -114,25 +122,28 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 5, seed: 
     if family != "Qwen3Next":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
         own["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**fields(layers, 1024), **own, **config}))
-    # Drawn as transformers has it, a state forgets a token at once: then any other state would do.
+    return {**fields(layers, 1024), **own}
+
+
+def _remember(model: Any) -> None:
+    """Draw the decay of states anew: as transformers draws it one forgets a token at once, and any other would do."""
     for name, weights in model.named_parameters():
         if name.endswith("A_log"):
             weights.data.uniform_(-6, -3)
-    return save(path, model, 1024, {"full_attention_interval": 4})
 
 
-def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
+def random_vision_language(path: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
     """Random float32 checkpoint with a small vision tower.
 
-    "Qwen3VL" and "Qwen3VLMoe", with experts, have M-RoPE and a processor; "Gemma3" has windows.
+    "Qwen3VL" and "Qwen3VLMoe", with experts, have M-RoPE and a processor; so have "Qwen3_5" and "Qwen3_5Moe", with the
+    states of `random_hybrid`; "Gemma3" has windows. `sizes` are fields of its config of text.
     """
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(seed)
+    has_states = family.startswith("Qwen3_5")
     text = {**fields(6, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
     vision: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_attention_heads": 2}
     media: dict[str, int] = {}
@@ -141,17 +152,22 @@ def random_vision_language(path: Path, family: str, seed: int = 0) -> Path:
         # Weights of experts of other sizes than the model's show which way round they are.
         experts = {**EXPERTS, "moe_intermediate_size": 64} if family == "Qwen3VLMoe" else {}
         text |= {"rope_parameters": {**rope, "mrope_section": [8, 4, 4]}, **experts}
-        vision |= {"out_hidden_size": 256, "num_position_embeddings": 64}
+        vision |= {"out_hidden_size": 256, "num_position_embeddings": 64, "depth": 3}
         # SGLang takes three layers of it whatever the config says, if the model has experts.
-        vision |= {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]}
+        vision |= {"deepstack_visual_indexes": [] if has_states else [0, 1, 2]}
+        text = _hybrid_sizes(family, 5) if has_states else text
         media = {f"{name}_token_id": IMAGE + place for place, name in enumerate(_MEDIA)}
     else:
         text |= {"sliding_window": 64, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32}
         vision |= {"num_hidden_layers": 1, "image_size": 56, "patch_size": 14, "vision_use_head": False}
     config = getattr(transformers, f"{family}Config")(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, **media
+        text_config={**text, **sizes}, vision_config=vision, tie_word_embeddings=True, **media
     )
-    save(path, getattr(transformers, f"{family}ForConditionalGeneration")(config), 1024, {})
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    _remember(model)
+    # As in `random_hybrid`.
+    unwritten = {"text_config": {**config.text_config.to_dict(), "full_attention_interval": 4}}
+    save(path, model, 1024, unwritten if has_states else {})
     if media:
         _qwen3_vl_processor(path)
     # As published checkpoints name and lay out what transformers 5 writes otherwise.

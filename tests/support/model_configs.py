@@ -46,6 +46,8 @@ _GEMMA4: dict[str, Any] = {
     "audio_config": None,
 }
 
+_VISION = {"depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 256}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**_SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
     "mla": {
@@ -144,7 +146,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "head_dim": 64,
             "rope_scaling": {"rope_type": "default", "mrope_section": [16, 8, 8], "mrope_interleaved": True},
         },
-        "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 256},
+        "vision_config": _VISION,
+    },
+    "states_and_towers": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": {**_SIZES, "model_type": "qwen3_5_text", "head_dim": 64, "full_attention_interval": 2},
+        "vision_config": _VISION,
     },
     "positions_alone": {
         **_SIZES,
