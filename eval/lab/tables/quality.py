@@ -164,7 +164,7 @@ def quality_table(answers: Answers) -> str:
 def perplexities(folder: Path) -> str:
     """For each checkpoint and length a table: against the share at the default interval, and the other way round."""
     found = []
-    for path in sorted(folder.glob("*-resa-ppl*")):
+    for path in sorted(folder.glob("*-resa-ppl*"), key=lambda path: path.name.split(".")):
         header, *rows = read_finished(path)
         kept = [
             row
