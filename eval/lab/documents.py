@@ -145,6 +145,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
     "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
     "deployments": lambda: deployments.deployments(*_starting("deployments-")),
+    "native": lambda: deployments.beside_stock(*_starting("native-")),
     "first-token": lambda: first_tokens.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),

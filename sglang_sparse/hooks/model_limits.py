@@ -33,7 +33,14 @@ class ModelLimit:
 _WITH_BOTH = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_WITH_BOTH)
 # Those that are served with their towers: images attend as text does, to what lies before.
-WITH_TOWERS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *_WITH_BOTH)
+WITH_TOWERS = (
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    *_WITH_BOTH,
+)
 TEXT_ALONE = """--json-model-override-args '{"language_model_only": true}'"""
 
 
@@ -118,7 +125,7 @@ def _unseen_chunks(model: ModelConfig) -> bool:
 
 
 # With "language_model_only" SGLang computes no M-RoPE positions. Models of these files do without.
-_WITHOUT_POSITIONS = {*WITH_TOWERS, "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
+_WITHOUT_POSITIONS = {*WITH_TOWERS} - {"Qwen2_5_VLForConditionalGeneration"}
 
 
 def _needs_positions(model: ModelConfig) -> bool:
@@ -138,8 +145,8 @@ MODEL_LIMITS = (
     ModelLimit(
         "multimodal model",
         lambda m: m.is_multimodal and not has_towers(m),
-        "its media towers are not proven yet; proven: Qwen3-VL's and Qwen3.5's; GLM-4.5V and models without M-RoPE "
-        f"serve text alone with {TEXT_ALONE}",
+        "its media towers are not proven yet; proven: those of Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-4.5V; models "
+        f"without M-RoPE serve text alone with {TEXT_ALONE}",
     ),
     ModelLimit(
         "model that needs M-RoPE for text",

@@ -6,8 +6,9 @@ from statistics import fmean
 
 import pytest
 import torch
-from checkpoints import random_hybrid, random_vision_language
+from checkpoints import random_hybrid
 from media import FIRST, SECOND, Showing, with_image
+from media_checkpoints import random_vision_language
 from server_requests import (
     ask_all,
     assert_nothing_leaked,

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import by_transformers, random_vision_language
+from checkpoints import by_transformers
 from httpx import HTTPStatusError
+from media_checkpoints import random_vision_language
 from server_requests import assert_agrees, assert_exact, assert_nothing_leaked, random_prompts, sparse_state
 
 PAGE, INTERVAL = 16, 16

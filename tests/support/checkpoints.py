@@ -107,13 +107,14 @@ def random_hybrid(path: Path, family: str = "Qwen3Next", layers: int = 5, seed: 
 
     torch.manual_seed(seed)
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    text = _hybrid_sizes(family, layers)
+    text = hybrid_sizes(family, layers)
     model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**text, **config}))
-    _remember(model)
+    remember(model)
     return save(path, model, 1024, {"full_attention_interval": 4})
 
 
-def _hybrid_sizes(family: str, layers: int) -> dict[str, Any]:
+def hybrid_sizes(family: str, layers: int) -> dict[str, Any]:
+    """Fields of the config of text that `random_hybrid` describes."""
     own: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
     own |= {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
     own |= {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
@@ -125,76 +126,15 @@ def _hybrid_sizes(family: str, layers: int) -> dict[str, Any]:
     return {**fields(layers, 1024), **own}
 
 
-def _remember(model: Any) -> None:
+def remember(model: Any) -> None:
     """Draw the decay of states anew: as transformers draws it one forgets a token at once, and any other would do."""
     for name, weights in model.named_parameters():
         if name.endswith("A_log"):
             weights.data.uniform_(-6, -3)
 
 
-def random_vision_language(path: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
-    """Random float32 checkpoint with a small vision tower.
-
-    "Qwen3VL" and "Qwen3VLMoe", with experts, have M-RoPE and a processor; so have "Qwen3_5" and "Qwen3_5Moe", with the
-    states of `random_hybrid`; "Gemma3" has windows. `sizes` are fields of its config of text.
-    """
-    import torch
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    torch.manual_seed(seed)
-    has_states = family.startswith("Qwen3_5")
-    text = {**fields(6, 1024), "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
-    vision: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_attention_heads": 2}
-    media: dict[str, int] = {}
-    if family != "Gemma3":
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
-        # Weights of experts of other sizes than the model's show which way round they are.
-        experts = {**EXPERTS, "moe_intermediate_size": 64} if family == "Qwen3VLMoe" else {}
-        text |= {"rope_parameters": {**rope, "mrope_section": [8, 4, 4]}, **experts}
-        vision |= {"out_hidden_size": 256, "num_position_embeddings": 64, "depth": 3}
-        # SGLang takes three layers of it whatever the config says, if the model has experts.
-        vision |= {"deepstack_visual_indexes": [] if has_states else [0, 1, 2]}
-        text = _hybrid_sizes(family, 5) if has_states else text
-        media = {f"{name}_token_id": IMAGE + place for place, name in enumerate(_MEDIA)}
-    else:
-        text |= {"sliding_window": 64, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32}
-        vision |= {"num_hidden_layers": 1, "image_size": 56, "patch_size": 14, "vision_use_head": False}
-    config = getattr(transformers, f"{family}Config")(
-        text_config={**text, **sizes}, vision_config=vision, tie_word_embeddings=True, **media
-    )
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
-    _remember(model)
-    # As in `random_hybrid`.
-    unwritten = {"text_config": {**config.text_config.to_dict(), "full_attention_interval": 4}}
-    save(path, model, 1024, unwritten if has_states else {})
-    if media:
-        _qwen3_vl_processor(path)
-    # As published checkpoints name and lay out what transformers 5 writes otherwise.
-    names = {"vision_tower.": "vision_tower.vision_model."} if family == "Gemma3" else {}
-    weights = load_file(file := path / "model.safetensors")
-    for old, new in names.items():
-        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
-    if family == "Qwen3VLMoe":
-        weights |= {name: of.mT.contiguous() for name, of in weights.items() if ".experts." in name}
-    save_file(weights, file, {"format": "pt"})
-    return path
-
-
 # The ids of media and of the tokens before and behind them: the first ones behind the three of every tokenizer.
 IMAGE, VIDEO, VISION_START, VISION_END = 3, 4, 5, 6
-_MEDIA = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-
-
-def _qwen3_vl_processor(path: Path) -> None:
-    """Save the tokenizer with tokens of media, and what turns images of at least 32 x 32 into patches of 16 x 16."""
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
-
-    tokenizer = byte_tokenizer(path, 1024, [f"<|{token}|>" for token in _MEDIA.values()])
-    sizes = {"patch_size": 16, "size": {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}}
-    images = Qwen2VLImageProcessor(**sizes)
-    videos = Qwen3VLVideoProcessor(**sizes)
-    Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(path)
 
 
 def by_transformers(

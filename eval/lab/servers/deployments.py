@@ -15,7 +15,7 @@ import httpx
 
 from eval.live.client import Stream, checked, post, stream
 from eval.live.record import read_finished
-from eval.scores.tables import Column, number, table, text
+from eval.scores.tables import Column, length, number, table, text
 from launch.server import ServerProcess, free_port
 
 COMMAND = "eval.lab.bench_deployments"
@@ -152,3 +152,28 @@ def deployments(*paths: Path) -> str:
     ]
     rows = [row for path in paths for row in read_finished(path) if row["kind"] == "item"]
     return table(sorted(summarise(rows), key=lambda row: DEPLOYMENTS.index(row["id"])), columns)
+
+
+def beside_stock(*paths: Path) -> str:
+    """Return the table of a method that should cost nothing on one GPU: a row a file, with what its runs took."""
+    rows = []
+    for path in paths:
+        header, *found = read_finished(path)
+        items = [row for row in found if row["kind"] == "item"]
+        (row,) = summarise(items)
+        row["length"] = header["arguments"]["input_length"]
+        for figure in ("ttft", "tpot"):
+            runs = [[item[figure] for item in items if item["arm"] == arm] for arm in (SPARSE, DENSE)]
+            row[f"{figure}_runs"] = [[min(taken), max(taken)] for taken in runs]
+            row[f"{figure}_median"] = median(runs[0]) / median(runs[1])
+            row[f"{figure}_fastest"] = min(runs[0]) / min(runs[1])
+        rows.append(row)
+
+    def taken(figure: str, arm: int, digits: int, scale: float) -> Callable[[Row], str]:
+        return lambda row: " … ".join(f"{seconds * scale:.{digits}f}" for seconds in row[f"{figure}_runs"][arm])
+
+    columns: list[Column] = [("prompt", length), ("requests", text("requests")), ("runs", text("runs"))]
+    for title, figure, digits, scale in (("first token, s", "ttft", 3, 1.0), ("TPOT, ms", "tpot", 2, 1e3)):
+        columns += [(title, taken(figure, 0, digits, scale)), ("stock", taken(figure, 1, digits, scale))]
+        columns += [("medians", number(f"{figure}_median", 3)), ("fastest", number(f"{figure}_fastest", 3))]
+    return table(rows, [*columns, ("same answers", number("same_as_dense", 2))])
