@@ -90,7 +90,7 @@ NEEDLES = (
 TAILS = "-tail-"
 # Which goals are whose.
 GOALS = {
-    "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
+    "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "E9", "R1", "R2"),
     "robsa": ("K6", "E5"),
     "rocketkv": ("K5", "E4"),
     "dsa": ("K7", "K8", "K12", "K13"),

@@ -34,7 +34,7 @@ def goal(**changes: Any) -> Goal:
 def test_goals_are_well_formed() -> None:
     found = read_goals()
     assert len({(one.id, one.part) for one in found}) == len(found)
-    ids = [f"K{i}" for i in range(1, 14)] + [f"E{i}" for i in range(1, 9)] + ["R1", "R2"]
+    ids = [f"K{i}" for i in range(1, 14)] + [f"E{i}" for i in range(1, 10)] + ["R1", "R2"]
     assert list(dict.fromkeys(one.id for one in found)) == ids
     assert len({(one.read, *sorted((name, str(value)) for name, value in one.row.items())) for one in found}) == len(
         found
