@@ -258,11 +258,11 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def _prepare(self, forward_batch: ForwardBatch) -> None:
         self._pools.warn_of_overflow()
-        last, self._views = self._views, None
         self._last_slots = None
         # Of a long prefill it is large.
         self.indexed = None
         if not self.decodes(forward_batch.forward_mode):
+            self._views = None
             return
         rows = forward_batch.batch_size
         real = real_rows(forward_batch)
@@ -274,10 +274,11 @@ class SparseAttentionBackend(DelegatingBackend):
         if shared is not None:
             shared.reused = self.reuses(plan)
             if shared.reused:
-                self._views = last
                 return
             # A dense draft stores nothing, so that the next one has to select.
             shared.rows = rows if self.shares(plan, rows) else 0
+        # Or they would be kept while larger ones are allocated.
+        self._views = None
         if not plan.sparse:
             return
         self._views = self._rows(rows * self.rows_each)

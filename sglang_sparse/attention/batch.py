@@ -21,7 +21,7 @@ Views = tuple[BatchView, ...]
 
 
 class RowViews(dict[int, Views]):
-    """Views of the first rows of buffers, by their number; made once, as a step waits for it.
+    """Views of the first rows of buffers, by their number; made once, because making them delays a step.
 
     Args:
         views: of all rows.

@@ -86,9 +86,10 @@ def plan_decode(
     held = [(-(-length // block), length < config.min_seq_len) for length in lengths]
     # Most steps of few rows fill no block.
     facts = (groups.deterministic, held, [(row.sparse, row.decode) for row in rows])
-    if groups.planned is None or groups.planned[0] != facts:
-        groups.planned = facts, _plan_rows(groups, seq_lens, rows)
-    plan = cast(DecodePlan, groups.planned[1])
+    known = groups.planned
+    if known is None or known[0] != facts:
+        known = groups.planned = facts, _plan_rows(groups, seq_lens, rows)
+    plan = cast(DecodePlan, known[1])
     if groups.deterministic or config.dense_fallback == "never":
         return plan
     sparse_tokens = sum(length for length, dense in zip(lengths, plan.covered.tolist(), strict=True) if not dense)

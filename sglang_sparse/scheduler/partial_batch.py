@@ -242,7 +242,7 @@ def position_info(view: Any, mrope: bool) -> tuple[torch.Tensor, torch.Tensor, t
     """Return the positions of a batch of spans for ``ForwardBatch.init_new``; None where SGLang finds them itself.
 
     SGLang's own, for models with M-RoPE, are those of prompts. Those of generated tokens are alike in time, height and
-    width, and behind images less than the token's index.
+    width, and behind media differ from the token's index.
 
     Args:
         view: the batch of any pass.

@@ -1,7 +1,5 @@
 """Tests of the refresh of a method's buffers: before each selection where asked, and once at the end of a pass."""
 
-import gc
-import weakref
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
@@ -208,19 +206,6 @@ def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
     found = backend._rows(5)
     assert views_nbytes(found) == 5 * (len(buffers) * 2**21 + 20 + 16)
     assert backend._rows(5) is found
-    # Nothing keeps its memory while that of a larger one is taken.
-    assert backend._cut is not None
-    backend._cut._filled, kept = (found, found), weakref.ref(found[0])
-    del found
-    allocate = backend._allocate
-
-    def allocate_anew(rows: int) -> Any:
-        gc.collect()
-        assert kept() is None
-        return allocate(rows)
-
-    backend._allocate = allocate_anew  # pyright: ignore[reportAttributeAccessIssue]
-    assert len(backend._rows(6)[0].n_pages) == 6
 
 
 def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> None:

@@ -1,5 +1,7 @@
 """A verification that runs sparse, through the backend: several tokens of a row over one selection, page by page."""
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +90,21 @@ def test_all_pages_are_dense_causal_attention(more: dict[str, torch.Tensor]) -> 
     assert backend.dense.attended == 0 and backend.counters.extends == 0
     (plan,) = backend.counters.decodes
     assert plan.groups[0].n_pages.tolist() == [-(-(length + WIDTH) // PAGE) for length in HELD]
+
+
+def test_nothing_keeps_the_buffers_of_a_batch_while_larger_ones_are_made() -> None:
+    backend: Any = make_backend(ALL)
+    backend.init_forward_metadata(verification(backend, HELD[:2]))
+    smaller, allocate = weakref.ref(backend.view), backend._allocate
+
+    def allocate_larger(rows: int) -> Any:
+        gc.collect()
+        assert smaller() is None
+        return allocate(rows)
+
+    backend._allocate = allocate_larger
+    backend.init_forward_metadata(verification(backend))
+    assert len(backend.view.n_pages) == len(HELD)
 
 
 @pytest.mark.usefixtures("kernels")
