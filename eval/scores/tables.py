@@ -106,6 +106,14 @@ def _every(row: Row) -> str:
     return said.get(row["setting"], str(row["interval"]))
 
 
+# An interval over fewer windows is hardly more than their values.
+FEWEST_WINDOWS = 5
+
+
+def _interval(row: Row) -> str:
+    return bounds("diff_interval", 4)(row) if row["windows"] >= FEWEST_WINDOWS else ""
+
+
 RECTIFICATION: list[Column] = [
     ("text", text("task")),
     ("ratio", text("ratio")),
@@ -113,7 +121,7 @@ RECTIFICATION: list[Column] = [
     ("n", text("windows")),
     ("perplexity", number("ppl", 3)),
     ("nats over dense", number("diff", 4, sign=True)),
-    ("95 %", bounds("diff_interval", 4)),
+    ("95 %", _interval),
     ("won back", lambda row: f"{row['closing']:.0%}" if row.get("closing_interval") and row["drifts"] else ""),
     ("read", percent("density")),
 ]

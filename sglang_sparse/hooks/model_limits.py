@@ -29,17 +29,19 @@ class ModelLimit:
     own_selection: bool = False
 
 
+_STATES_AND_TOWERS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 # Those of models whose layers with recurrent states stay dense.
-_WITH_BOTH = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_WITH_BOTH)
+WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_STATES_AND_TOWERS)
+# The only one of the next ones that needs M-RoPE positions for text alone, too; SGLang computes none there.
+QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 # Those that are served with their towers: images attend as text does, to what lies before.
 WITH_TOWERS = (
-    "Qwen2_5_VLForConditionalGeneration",
+    QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
-    *_WITH_BOTH,
+    *_STATES_AND_TOWERS,
 )
 TEXT_ALONE = """--json-model-override-args '{"language_model_only": true}'"""
 
@@ -124,18 +126,11 @@ def _unseen_chunks(model: ModelConfig) -> bool:
     return CHUNKED in _layer_types(model) and (not model.is_local_attention_model or model.model_impl == "transformers")
 
 
-# With "language_model_only" SGLang computes no M-RoPE positions. Models of these files do without.
-_WITHOUT_POSITIONS = {*WITH_TOWERS} - {"Qwen2_5_VLForConditionalGeneration"}
-
-
 def _needs_positions(model: ModelConfig) -> bool:
     config = model.hf_text_config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return (
-        model.is_lm_only
-        and "mrope_section" in rope
-        and not _WITHOUT_POSITIONS.intersection(model.hf_config.architectures or ())
-    )
+    without = {*WITH_TOWERS} - {QWEN2_5_VL}
+    return model.is_lm_only and "mrope_section" in rope and without.isdisjoint(model.hf_config.architectures or ())
 
 
 MODEL_LIMITS = (
@@ -145,13 +140,14 @@ MODEL_LIMITS = (
     ModelLimit(
         "multimodal model",
         lambda m: m.is_multimodal and not has_towers(m),
-        "its media towers are not proven yet; proven: those of Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-4.5V; models "
-        f"without M-RoPE serve text alone with {TEXT_ALONE}",
+        "its media towers are not proven yet; proven: those of Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4.1V and GLM-4.5V; "
+        f"models without M-RoPE serve text alone with {TEXT_ALONE}",
     ),
     ModelLimit(
         "model that needs M-RoPE for text",
         _needs_positions,
-        "SGLang computes no M-RoPE positions for it without its towers",
+        "SGLang computes no M-RoPE positions for it without its towers; Qwen2.5-VL is served with them, without "
+        "language_model_only",
     ),
     ModelLimit(
         "hybrid SSM or linear-attention model",

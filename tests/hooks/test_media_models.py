@@ -14,11 +14,9 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.config.arguments import of
-from sglang_sparse.hooks.model_limits import WITH_STATES, WITH_TOWERS, has_towers, state_layers
+from sglang_sparse.hooks.model_limits import QWEN2_5_VL, WITH_STATES, WITH_TOWERS, has_towers, state_layers
 
 QWEN3_VL = "Qwen3VLForConditionalGeneration"
-# Without its tower SGLang computes no positions for it.
-WITH_TOWERS_ALONE = "Qwen2_5_VLForConditionalGeneration"
 SKIP = {"threshold_scale_factor": {"prefill": 300, "decode": 25}}
 
 
@@ -32,12 +30,13 @@ def start(folder: Path, architecture: str = QWEN3_VL, text_alone: bool = False, 
 @pytest.mark.parametrize("architecture", WITH_TOWERS)
 @pytest.mark.parametrize("text_alone", [False, True])
 def test_models_with_proven_towers_are_served(architecture: str, text_alone: bool, tmp_path: Path) -> None:
-    if text_alone and architecture == WITH_TOWERS_ALONE:
+    if text_alone and architecture == QWEN2_5_VL:
         with refused("--model-path", architecture) as caught:
             start(tmp_path, architecture, text_alone, sparse_method="resa")
         assert "needs M-RoPE for text" in str(caught.value)
         return
-    args = start(tmp_path, architecture, text_alone, sparse_method="resa")
+    finish = {"rectify_on_finish": architecture not in WITH_STATES}
+    args = start(tmp_path, architecture, text_alone, sparse_method="resa", sparse_config=finish)
     model = of(args).new_model_config()
     assert has_towers(model) is not text_alone
     assert state_layers(model) == ({0, 2} if architecture in WITH_STATES else set())

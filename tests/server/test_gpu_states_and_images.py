@@ -87,9 +87,10 @@ def test_all_pages_are_dense_attention(
             assert used["dense_fallback_rows"] == 0
             dense = logprobs(forced(shown, prompt, tokens, sparse=False))
             prefilled = prompt_logprobs(shown, [*prompt, *tokens], {"sparse": False})[-len(tokens) :]
-            rounding = apart(dense, prefilled)
-            assert apart(sparse, dense) < 1.5 * rounding < 0.1
-        assert apart(logprobs(forced(shown, prompt, tokens, **SPARSE)), dense) > 1.5 * rounding
+            rounding, largest = apart(dense, prefilled)
+            mean, most = apart(sparse, dense)
+            assert mean < 1.5 * rounding < 0.1 and most < 3 * largest
+        assert apart(logprobs(forced(shown, prompt, tokens, **SPARSE)), dense)[0] > 1.5 * rounding
         # What it left in the cache was rectified, up to the last stored state.
         server.flush_cache()
         forced(shown, prompt, tokens, **SPARSE)
@@ -98,15 +99,17 @@ def test_all_pages_are_dense_attention(
         assert shared["meta_info"]["cached_tokens"] >= (len(prompt) + len(tokens) - 1) // GRID * GRID > len(prompt)
         server.flush_cache()
         fresh = forced(shown, follow_up, last, sparse=False)
-        assert apart(logprobs(shared), logprobs(fresh)) < 1.5 * rounding
+        mean, most = apart(logprobs(shared), logprobs(fresh))
+        assert mean < 1.5 * rounding and most < 3 * largest
         if with_images:
             short = with_image(prompt[-20:], 10)
             one, other = (logprobs(forced(Showing(server, image), short, tokens)) for image in (FIRST, SECOND))
-            assert apart(one, other) > 1.5 * rounding
+            assert apart(one, other)[0] > 1.5 * rounding
         ask_all(server, random_prompts(5, (150, 210, 280, 290, 335, 410), 1000), 300, SPARSE)
         assert_nothing_leaked(server)
 
 
-def apart(some: list[float], others: list[float]) -> float:
-    """The mean difference between log-probabilities."""
-    return fmean(abs(one - other) for one, other in zip(some, others, strict=True))
+def apart(some: list[float], others: list[float]) -> tuple[float, float]:
+    """The mean and the largest difference between log-probabilities."""
+    found = [abs(one - other) for one, other in zip(some, others, strict=True)]
+    return fmean(found), max(found)

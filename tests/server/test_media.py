@@ -13,7 +13,7 @@ import pytest
 from checkpoints import VIDEO, VISION_END, VISION_START, by_transformers
 from gif_videos import decoding, sampled
 from media import FIRST, MORE, SECOND, THIRD, VIDEO_FILE, Showing, with_image
-from media_checkpoints import random_vision_language
+from media_checkpoints import VIDEO_BRACKETS, random_vision_language
 from server_requests import (
     RANKS,
     RETRACT,
@@ -148,12 +148,14 @@ def assert_images_decode_as_if_alone(server: Showing) -> None:
     assert off(found[0], logprobs(alone)) < 1e-4
 
 
-def assert_follow_ups_agree(server: Showing, likely: Likely, lost: int = INTERVAL + PAGE) -> list[dict[str, Any]]:
+def assert_follow_ups_agree(
+    server: Showing, likely: Likely, lost: int = INTERVAL + PAGE, draw: Callable[[int, int, int], Prompt] = drawn
+) -> list[dict[str, Any]]:
     """Texts and images are rectified together, in passes that several share; returns the answers before.
 
     Follow-ups hit all tokens but ``lost``.
     """
-    asked = [drawn(seed, 60 + 7 * seed, 150 + 30 * seed) for seed in range(6)]
+    asked = [draw(seed, 60 + 7 * seed, 150 + 30 * seed) for seed in range(6)]
     asked = [(with_image(prompt, 40) if seed % 2 else prompt, output) for seed, (prompt, output) in enumerate(asked)]
     # Two images.
     asked[3] = with_image(asked[3][0], 200), asked[3][1]
@@ -283,11 +285,11 @@ def test_models_with_states_agree(
 
 
 def by_dense_decode(server: Showing) -> Likely:
-    """What the server says dense, from an empty cache, once: for videos that transformers answers otherwise."""
-    known: dict[tuple[int, ...], list[float]] = {}
+    """What the server says dense, from an empty cache, once: for videos that transformers was not asked about."""
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
 
     def likely(prompt: list[int], tokens: list[int]) -> list[float]:
-        if (key := (*prompt, *tokens)) not in known:
+        if (key := (tuple(prompt), tuple(tokens))) not in known:
             server.flush_cache()
             known[key] = logprobs(forced(server, prompt, tokens, sparse=False))
         return known[key]
@@ -298,16 +300,24 @@ def by_dense_decode(server: Showing) -> Likely:
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["Qwen3VLMoe", "Qwen2_5_VL", "Glm4v", "Glm4vMoe"])
 def test_other_families_agree(serve, tmp_path: Path, family: str) -> None:
-    """With a prompt whose words are encoded as they were: SGLang encodes those of GLM again."""
+    """With prompts whose words are encoded as they were: SGLang encodes those of GLM again."""
     model = random_vision_language(tmp_path / "model", family)
-    likely, prompt, output = by_transformers(model, FIRST), words(model, 7, 300), words(model, 8, 90)
-    begin, end = (7, 8) if family.startswith("Glm") else (VISION_START, VISION_END)
+    likely, prompt, output = by_transformers(model, FIRST, SECOND), words(model, 7, 300), words(model, 8, 90)
+    begin, end = VIDEO_BRACKETS.get(family, (VISION_START, VISION_END))
     video = with_image([*prompt[:200], begin, VIDEO, end, *prompt[200:]], 50)
-    with serve(model, *FLAGS, config={**RESA, "check_exactness": True}, env=decoding(tmp_path)) as server:
+
+    def draw(seed: int, tokens: int, held: int = 300) -> Prompt:
+        return words(model, seed, held), words(model, seed + 100, tokens)
+
+    env = {**decoding(tmp_path), **RETRACT}
+    with serve(model, *FLAGS, config={**RESA, "check_exactness": True}, env=env) as server:
         shown = Showing(server)
-        for asked in (prompt, with_image(prompt)):
-            assert_agrees(shown, likely, asked, output, INTERVAL + PAGE)
-        assert_agrees(shown, by_dense_decode(shown), video, output, INTERVAL + PAGE - MORE)
+        assert_agrees(shown, likely, prompt, output, INTERVAL + PAGE)
+        answers = assert_follow_ups_agree(shown, likely, draw=draw)
+        assert any(answer["meta_info"]["num_retractions"] for answer in answers[1::2])
+        more = forced(shown, video, output[:1], sparse=False)["meta_info"]["prompt_tokens"] - len(video)
+        assert more > 2 * MORE
+        assert_agrees(shown, by_dense_decode(shown), video, output, INTERVAL + PAGE - more)
         assert_exact(server)
         assert_nothing_leaked(server)
 

@@ -12,6 +12,8 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _QWEN = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
 _GLM = {"image": "image", "video": "video", "image_start": "begin_of_image", "image_end": "end_of_image"}
 _GLM |= {"video_start": "begin_of_video", "video_end": "end_of_video"}
+# The ids of the tokens before and behind a video, where these are not those of images.
+VIDEO_BRACKETS = dict.fromkeys(("Glm4v", "Glm4vMoe"), (IMAGE + len(_GLM) - 2, IMAGE + len(_GLM) - 1))
 
 
 def random_vision_language(path: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
@@ -46,7 +48,8 @@ def random_vision_language(path: Path, family: str, seed: int = 0, **sizes: Any)
     save(path, model, 1024, unwritten if family.startswith("Qwen3_5") else {})
     if tokens:
         _save_processor(path, family, tokens.values(), config.vision_config.patch_size)
-    _name_as_published(path, family)
+    if family in ("Gemma3", "Qwen3VLMoe"):
+        _name_as_published(path, family)
     return path
 
 
@@ -100,6 +103,6 @@ def _name_as_published(path: Path, family: str) -> None:
     weights = load_file(file := path / "model.safetensors")
     if family == "Gemma3":
         weights = {name.replace("vision_tower.", "vision_tower.vision_model."): of for name, of in weights.items()}
-    if family == "Qwen3VLMoe":
+    else:
         weights |= {name: of.mT.contiguous() for name, of in weights.items() if ".experts." in name}
     save_file(weights, file, {"format": "pt"})
