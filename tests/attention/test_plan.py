@@ -60,19 +60,44 @@ def test_with_deterministic_inference_a_row_runs_as_it_would_alone(lengths: list
         assert not plan.covered.any() and not any(row.covered.any() for row in rows)
 
 
+LENGTH = 2**14
+RULES = {"0": "dense", "1": {"active_ratio": 0.1}, "2": {"active_ratio": 0.5}, "3": {"method": "rocketkv"}}
+
+
 @given(
-    st.sampled_from([{}, {"active_ratio": 0.9}, {"dense_fallback": "never"}, {"crossover_tokens": 2**15 + 20}]),
-    st.lists(st.tuples(*2 * [st.integers(2**14 - 40, 2**14 + 40)], st.booleans(), st.booleans()), max_size=20),
+    st.sampled_from(
+        [
+            {},
+            {"active_ratio": 0.9},
+            {"dense_fallback": "never"},
+            {"crossover_tokens": 2 * LENGTH + 20},
+            # With blocks of 16 and of 4.
+            {"layers": RULES, "rectify_interval": 0},
+        ]
+    ),
+    # Steps that differ in one thing alone are to be frequent.
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.sampled_from([0, 3, 15, 16, 48]), st.integers(0, 2)), min_size=1, max_size=2),
+            st.booleans(),
+            st.booleans(),
+        ),
+        min_size=2,
+        max_size=30,
+    ),
 )
-def test_a_plan_does_not_depend_on_the_one_before(fields: dict[str, object], steps: list[tuple[int, ...]]) -> None:
+def test_a_plan_does_not_depend_on_the_one_before(
+    fields: dict[str, object], steps: list[tuple[list[tuple[int, int]], bool, bool]]
+) -> None:
     settings = build("resa", fields)
-    dense, usual = (parse_options(settings, {"sparse": sparse}) for sparse in (False, True))
-    for first, second, asks_dense, compacted in steps:
-        rows = [usual, dense if asks_dense else usual]
-        lengths = torch.tensor([first, second])
-        plan = plan_decode(settings.decode, lengths, rows, bool(compacted))
+    own = {} if "layers" in fields else {"active_ratio": 0.5}
+    options = [parse_options(settings, asked) for asked in ({}, {"sparse": False}, own)]
+    for asked, compacted, deterministic in steps:
+        settings.decode.deterministic = deterministic
+        lengths, rows = torch.tensor([LENGTH + more for more, _ in asked]), [options[which] for _, which in asked]
+        plan = plan_decode(settings.decode, lengths, rows, compacted)
         settings.decode.planned = None
-        anew = plan_decode(settings.decode, lengths, rows, bool(compacted))
+        anew = plan_decode(settings.decode, lengths, rows, compacted)
         assert torch.equal(plan.covered, anew.covered) and torch.equal(plan.selective, anew.selective)
         for one, other in zip(plan.groups, anew.groups, strict=True):
             assert all(map(torch.equal, one, other))
