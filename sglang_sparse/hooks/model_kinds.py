@@ -217,7 +217,7 @@ CHUNKS = ModelKind(
     ),
 )
 
-_TEXT = f", or, but for Qwen2.5-VL, serve text alone by {TEXT_ALONE}"
+_TEXT = f", or serve text alone (not Qwen2.5-VL) by {TEXT_ALONE}"
 TOWERS = ModelKind(
     "a model with towers for media",
     has_towers,
@@ -239,7 +239,7 @@ TOWERS = ModelKind(
         *_most(_TEXT),
     ),
     # Of images, ids reach 31 bits, see ``prefix_keys.TOKEN_BITS``.
-    no_prefill=f"its group keys have no room for image ids; but for Qwen2.5-VL, text alone is served by {TEXT_ALONE}",
+    no_prefill=f"its group keys have no room for image ids; text alone (not of Qwen2.5-VL) is served by {TEXT_ALONE}",
 )
 MODEL_KINDS = (STATES, CHUNKS, WINDOW_POOL, OTHER_WINDOWS, TOWERS)
 

@@ -32,7 +32,7 @@ class ModelLimit:
 _STATES_AND_TOWERS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 # Those of models whose layers with recurrent states stay dense.
 WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_STATES_AND_TOWERS)
-# The only one of the next ones that needs M-RoPE positions for text alone, too; SGLang computes none there.
+# Of those with towers, it alone needs M-RoPE positions for text, too, and SGLang computes none without a tower.
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 # Those that are served with their towers: images attend as text does, to what lies before.
 WITH_TOWERS = (

@@ -16,6 +16,7 @@ from eval import identity, infinitebench, niah, ppl_prefill, ppl_rectify
 from eval.lab import (
     agree_dsa,
     bench_decode,
+    bench_deployments,
     bench_dsa,
     bench_framework,
     bench_goodput,
@@ -47,6 +48,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.lab.bench_decode": bench_decode.parse,
     "eval.lab.bench_dsa": bench_dsa.parse,
     "eval.lab.bench_framework": bench_framework.parse,
+    "eval.lab.bench_deployments": bench_deployments.parse,
     "eval.lab.bench_goodput": bench_goodput.parse,
     "eval.lab.bench_kernels": bench_kernels.parse,
     "eval.lab.bench_mla": bench_mla.parse,
